@@ -1,0 +1,55 @@
+"""How a kernel becomes an operator: one schema, a reference for the CPU, Triton for CUDA, a fake for planning.
+
+Every kernel file registers its functions here, so that autograd, torch.compile and the planner
+(which runs the real step on fake tensors) all see one opaque operator with known outputs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+
+import torch
+
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+else:  # a machine without Triton (no GPU): kernels stay definable, and say so when launched
+
+    class _NoTriton:
+        """Stands in for triton where it is not installed; only launching a kernel is an error."""
+
+        constexpr = object
+
+        def jit(self, fn: Callable) -> Callable:
+            def launch(*_args, **_kwargs):
+                raise RuntimeError(f"{fn.__name__}: Triton is not installed; `pip install triton`")
+
+            return type("Kernel", (), {"__getitem__": lambda self, grid: launch})()
+
+        def __getattr__(self, name: str):
+            return self.jit if name == "jit" else object
+
+    triton = tl = _NoTriton()
+
+_library = torch.library.Library("ottava", "FRAGMENT")
+
+
+def operator(
+    schema: str, *, reference: Callable, fake: Callable, cuda: Callable | None = None
+) -> Callable:
+    """Register `ottava::<schema>` and return the callable operator.
+
+    `reference` runs on the CPU (and on CUDA where `cuda` is None); `fake` allocates outputs of the
+    right shape, dtype and strides from input metadata alone. `cuda` takes the same arguments.
+    """
+    name = schema.split("(", 1)[0].strip()
+    _library.define(schema)
+    _library.impl(name, reference, "CPU")
+    _library.impl(name, cuda or reference, "CUDA")
+    torch.library.register_fake(f"ottava::{name}", fake, lib=_library)
+    return getattr(torch.ops.ottava, name).default

@@ -1,0 +1,222 @@
+"""A recipe: how one module computes and what it keeps for backward.
+
+A linear layer has three GEMMs (`output`, `grad_input`, `grad_weight`) over three operands
+(`input`, `weight`, `grad_output`). A recipe says how each operand is cast and how each GEMM runs;
+there is nothing else to know about an FP8 linear, and `str(recipe)` prints all of it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field, fields, replace
+from typing import Literal, get_args
+
+from .formats import FORMATS
+
+Granularity = Literal["tensor", "row", "group", "block"]
+ScaleKind = Literal["fp32", "pow2"]
+Scaling = Literal["current", "delayed"]
+Rounding = Literal["nearest", "stochastic"]
+AmaxFrom = Literal["max", "most_recent"]
+Keep = Literal["auto", "codes", "high"]
+
+
+def _choose(owner: str, name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        near = difflib.get_close_matches(str(value), choices, 1)
+        hint = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ValueError(f"{owner}.{name}: {value!r} is not one of {', '.join(choices)}{hint}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cast:
+    """How one operand becomes codes. Granularity is along the GEMM's inner dimension K:
+
+    "tensor" one scale; "row" one per row; "group" one per 1 x 128; "block" one per 128 x 128.
+    scale = amax / format.max * 2**margin, rounded up to a power of two for scale_kind "pow2",
+    so that nothing clips. "delayed" takes amax from the last `history` steps ("max" or
+    "most_recent" of them) and is per tensor only.
+    """
+
+    format: str = "e4m3"
+    granularity: Granularity = "tensor"
+    scale_kind: ScaleKind = "fp32"
+    scaling: Scaling = "current"
+    rounding: Rounding = "nearest"
+    margin: int = 0
+    history: int = 16
+    amax_from: AmaxFrom = "max"
+
+    def __post_init__(self) -> None:
+        _choose("Cast", "format", self.format, tuple(FORMATS))
+        for name, kind in (
+            ("granularity", Granularity),
+            ("scale_kind", ScaleKind),
+            ("scaling", Scaling),
+            ("rounding", Rounding),
+            ("amax_from", AmaxFrom),
+        ):
+            _choose("Cast", name, getattr(self, name), get_args(kind))
+        if self.scaling == "delayed" and self.granularity != "tensor":
+            raise ValueError(
+                f"Cast.scaling: 'delayed' keeps one amax per tensor; granularity is "
+                f"{self.granularity!r}: use granularity='tensor' or scaling='current'"
+            )
+        if self.history < 1:
+            raise ValueError(f"Cast.history: {self.history} must be at least 1")
+
+    def __str__(self) -> str:
+        parts = [self.format, self.granularity]
+        parts += [p for p in (self.scale_kind, self.scaling, self.rounding) if p not in _SILENT]
+        return "/".join(parts)
+
+
+_SILENT = ("fp32", "current", "nearest")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemm:
+    """How one GEMM runs. `fp8=False` leaves it in high precision (BF16 or the module's dtype).
+
+    `fast_accum` lets the tensor core keep its short accumulator (about 14 bits of a product sum on
+    Hopper) for all of K; False promotes to FP32 along the way.
+    """
+
+    fp8: bool = True
+    fast_accum: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How one linear-like module computes and what it keeps.
+
+    `keep`: what is kept of the input for `grad_weight`. "auto" keeps codes when that GEMM runs in
+    FP8 and the high-precision input when it does not; "codes" always keeps codes (8-bit storage
+    under high-precision compute: the `storage` preset); "high" always keeps high precision.
+    """
+
+    name: str = "custom"
+    input: Cast = field(default_factory=Cast)
+    weight: Cast = field(default_factory=Cast)
+    grad_output: Cast = field(default_factory=lambda: Cast(format="e5m2"))
+    output: Gemm = field(default_factory=lambda: Gemm(fast_accum=True))
+    grad_input: Gemm = field(default_factory=Gemm)
+    grad_weight: Gemm = field(default_factory=Gemm)
+    keep: Keep = "auto"
+    backend: str = "native"
+
+    def __post_init__(self) -> None:
+        _choose("Recipe", "keep", self.keep, get_args(Keep))
+        if self.input.granularity == "block" or self.grad_output.granularity == "block":
+            raise ValueError(
+                "Recipe: 128 x 128 blocks are for the weight; use granularity='group' "
+                "(1 x 128) for input and grad_output"
+            )
+        if "e5m2" == self.input.format == self.weight.format and self.output.fp8:
+            raise ValueError(
+                "Recipe: e5m2 x e5m2 is refused by FP8 matrix units; use e4m3 for input or weight"
+            )
+        if "e5m2" == self.grad_output.format == self.weight.format and self.grad_input.fp8:
+            raise ValueError("Recipe: grad_output and weight are both e5m2; use e4m3 for one")
+        if "e5m2" == self.grad_output.format == self.input.format and self.grad_weight.fp8:
+            raise ValueError("Recipe: grad_output and input are both e5m2; use e4m3 for one")
+        grains = {"tensor", "row"} & {c.granularity for c in (self.input, self.grad_output)}
+        blocks = {"group", "block"} & {
+            c.granularity for c in (self.input, self.grad_output, self.weight)
+        }
+        if self.weight.granularity in ("tensor", "row"):
+            grains |= {self.weight.granularity}
+        if (grains and blocks) or len(grains) > 1:
+            raise ValueError(
+                "Recipe: operands mix granularities "
+                f"(input {self.input.granularity}, weight {self.weight.granularity}, grad_output "
+                f"{self.grad_output.granularity}); use 'tensor' for all, 'row' for all, or "
+                "'group' for input and grad_output with 'block' for weight"
+            )
+
+    @property
+    def any_fp8(self) -> bool:
+        """Whether at least one GEMM runs in FP8."""
+        return self.output.fp8 or self.grad_input.fp8 or self.grad_weight.fp8
+
+    @property
+    def keeps_codes(self) -> bool:
+        """Whether the input is kept for backward as 8-bit codes."""
+        return self.keep == "codes" or (self.keep == "auto" and self.grad_weight.fp8)
+
+    @property
+    def delayed(self) -> bool:
+        """Whether any operand uses delayed scaling (and so needs an amax history)."""
+        return any(c.scaling == "delayed" for c in (self.input, self.weight, self.grad_output))
+
+    def __str__(self) -> str:
+        gemms = "".join(
+            ("F" if g.fast_accum else "8") if g.fp8 else "-"
+            for g in (self.output, self.grad_input, self.grad_weight)
+        )
+        return f"{self.name}(x={self.input} w={self.weight} dy={self.grad_output} gemm={gemms})"
+
+
+def _grained(name: str, *, input: str, weight: str, format: str = "e5m2", kind: str = "fp32"):
+    return Recipe(
+        name=name,
+        input=Cast(granularity=input, scale_kind=kind),
+        weight=Cast(granularity=weight, scale_kind=kind),
+        grad_output=Cast(format=format, granularity=input, scale_kind=kind),
+    )
+
+
+# One scale per tensor, from the tensor itself: the fast path on Hopper.
+TENSOR = replace(
+    _grained("tensor", input="tensor", weight="tensor"),
+    weight=Cast(scale_kind="pow2"),  # pow2: the split master's codes are these codes
+)
+# One scale per row of each GEMM's operands; e4m3 throughout, since a row's range is narrow.
+ROW = _grained("row", input="row", weight="row", format="e4m3")
+# DeepSeek-V3 / MiMo: 1 x 128 for input and grad_output, 128 x 128 for weight, e4m3 throughout.
+BLOCK128 = _grained("block", input="group", weight="block", format="e4m3")
+# One scale per tensor, from the amax of earlier steps (no extra pass over the data).
+DELAYED = Recipe(
+    name="delayed",
+    input=Cast(scaling="delayed"),
+    weight=Cast(scale_kind="pow2"),
+    grad_output=Cast(format="e5m2", scaling="delayed"),
+)
+# Everything kept is 8-bit, everything computed is high precision: any GPU, A100 too.
+STORAGE = Recipe(
+    name="storage",
+    output=Gemm(fp8=False),
+    grad_input=Gemm(fp8=False),
+    grad_weight=Gemm(fp8=False),
+    keep="codes",
+)
+RECIPES = {r.name: r for r in (TENSOR, ROW, BLOCK128, DELAYED, STORAGE)}
+
+
+def get_recipe(recipe: str | Recipe) -> Recipe:
+    """A named recipe, or the recipe itself. Raises ValueError with the nearest name."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    _choose("recipe", "name", recipe, tuple(RECIPES))
+    return RECIPES[recipe]
+
+
+def recipe_to_dict(recipe: Recipe) -> dict:
+    """Plain data for checkpoints and JSON; `recipe_from_dict` reads it back equal."""
+    out = {}
+    for f in fields(recipe):
+        value = getattr(recipe, f.name)
+        if isinstance(value, Cast | Gemm):
+            value = {g.name: getattr(value, g.name) for g in fields(value)}
+        out[f.name] = value
+    return out
+
+
+def recipe_from_dict(data: dict) -> Recipe:
+    """The recipe stored by `recipe_to_dict`. Raises ValueError on an unknown field."""
+    known = {f.name for f in fields(Recipe)}
+    if unknown := set(data) - known:
+        raise ValueError(f"recipe: unknown field {sorted(unknown)[0]!r}")
+    types = {"input": Cast, "weight": Cast, "grad_output": Cast}
+    types |= {"output": Gemm, "grad_input": Gemm, "grad_weight": Gemm}
+    return Recipe(**{k: types[k](**v) if k in types else v for k, v in data.items()})
