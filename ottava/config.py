@@ -7,34 +7,16 @@ and what to do (`ConfigError`). Relative paths are relative to the current direc
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 from .numerics.recipe import RECIPES
+from .schema import ConfigError, apply_override, build, check_values, key, nearest, to_dict
 
-
-class ConfigError(ValueError):
-    """The request was wrong. Carries exactly one line."""
-
-
-def key(
-    default: Any = MISSING,
-    doc: str = "",
-    *,
-    choices: tuple[str, ...] = (),
-    low: float | None = None,
-    high: float | None = None,
-    above: float | None = None,
-    below: float | None = None,
-    factory: Any = MISSING,
-) -> Any:
-    """One key: default, meaning, choices, and range (`low` <= x <= `high`, `above` < x < `below`)."""
-    meta = dict(doc=doc, choices=choices, low=low, high=high, above=above, below=below)
-    return field(default=default, default_factory=factory, metadata=meta)  # type: ignore[call-overload]
+__all__ = ["PRESETS", "ConfigError", "Preset", "Run", "load_run", "run_from_dict", "run_to_dict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,9 +86,7 @@ class Data:
     pack: bool = key(True, "Fill sequences with documents end to end; false: one document a "
                      "sequence, cut or padded.")  # fmt: skip
     document_mask: bool = key(True, "Attention does not look across document boundaries.")
-    validation_fraction: float = key(
-        0.05, "Share of the documents held out.", low=0.0, below=1.0
-    )
+    validation_fraction: float = key(0.05, "Share of the documents held out.", low=0.0, below=1.0)
     shuffle: bool = key(True, "Visit sequences in a seeded random order each epoch.")
     max_bytes: int = key(0, "Read at most this many bytes of text; 0: all.", low=0)
 
@@ -202,7 +182,9 @@ class Run:
 
     name: str = key("run", "The name of the run; the file's name unless given.")
     out: str = key("", "The folder that everything is written to; out/<name> unless given.")
-    seed: int = key(0, "Seed of weights, data order and stochastic rounding.", low=0, high=2**63 - 1)
+    seed: int = key(
+        0, "Seed of weights, data order and stochastic rounding.", low=0, high=2**63 - 1
+    )
     device: str = key("auto", "auto takes the GPU where there is one.",
                       choices=("auto", "cpu", "cuda"))  # fmt: skip
     model: Model = field(default_factory=Model)
@@ -251,12 +233,12 @@ class Run:
     def notes(self) -> tuple[str, ...]:
         """What the run announces at its start: choices that other choices changed."""
         notes = []
-        if PRESETS[self.train.preset].fused and self.optimizer.fused == "preset":
-            if why := self._needs_all_gradients:
-                notes.append(
-                    f"the step inside backward is off because {why} needs every gradient first: "
-                    f"gradients are kept in BF16 (2 bytes a parameter more)"
-                )
+        wanted = PRESETS[self.train.preset].fused and self.optimizer.fused == "preset"
+        if wanted and (why := self._needs_all_gradients):
+            notes.append(
+                f"the step inside backward is off because {why} needs every gradient first: "
+                f"gradients are kept in {self.settings.grad_dtype.upper()}"
+            )
         return tuple(notes)
 
     @property
@@ -272,7 +254,7 @@ class Run:
         states) goes back to "preset". Raises ConfigError for an unknown name.
         """
         if name not in PRESETS:
-            raise ConfigError(f"train.preset: unknown {name!r}{_nearest(name, PRESETS)}")
+            raise ConfigError(f"train.preset: unknown {name!r}{nearest(name, PRESETS)}")
         if name == self.train.preset:
             return self
         return replace(
@@ -288,40 +270,10 @@ class Run:
 
     def check(self) -> Run:
         """Refuse what cannot work. Raises ConfigError; returns self."""
-        _check_values(self, "")
+        check_values(self)
         for rule in (_check_model_and_data, _check_steps, _check_preset, _check_gradients):
             rule(self)
         return self
-
-
-def _check_values(section: Any, prefix: str) -> None:
-    for f in fields(section):
-        value, name = getattr(section, f.name), prefix + f.name
-        if is_dataclass(value):
-            _check_values(value, f"{name}.")
-            continue
-        meta = f.metadata
-        if meta["choices"] and value not in meta["choices"]:
-            raise ConfigError(
-                f"{name}: {value!r} is not one of {', '.join(meta['choices'])}"
-                f"{_nearest(str(value), meta['choices'])}"
-            )
-        for number in value if isinstance(value, tuple) else (value,):
-            if isinstance(number, int | float) and not isinstance(number, bool):
-                _check_range(name, number, meta)
-
-
-def _check_range(name: str, x: float, meta: Mapping[str, Any]) -> None:
-    low, high, above, below = (meta[k] for k in ("low", "high", "above", "below"))
-    inside = (low is None or x >= low) and (high is None or x <= high)
-    inside = inside and (above is None or x > above) and (below is None or x < below)
-    if inside and abs(x) != float("inf") and x == x:
-        return
-    bounds = [f"at least {low:g}"] if low is not None else []
-    bounds += [f"above {above:g}"] if above is not None else []
-    bounds += [f"at most {high:g}"] if high is not None else []
-    bounds += [f"below {below:g}"] if below is not None else []
-    raise ConfigError(f"{name}: {x} is out of range; use a finite number {' and '.join(bounds)}")
 
 
 def _check_model_and_data(run: Run) -> None:
@@ -370,7 +322,11 @@ def _check_preset(run: Run) -> None:
         PRESETS[run.train.preset], run.optimizer, run.precision, run.scaler
     )  # fmt: skip
     name = preset.name
-    if precision.recipe != "preset" and preset.compute != "fp8" and precision.recipe != preset.recipe:
+    if (
+        precision.recipe != "preset"
+        and preset.compute != "fp8"
+        and precision.recipe != preset.recipe
+    ):
         raise ConfigError(
             f"precision.recipe: {precision.recipe!r} does nothing under train.preset={name}, which "
             "computes no GEMM in FP8; use train.preset=fp8 or fp8-lean, or remove the key"
@@ -429,12 +385,6 @@ def _check_gradients(run: Run) -> None:
         )
 
 
-def _nearest(name: str, choices: Iterable[str]) -> str:
-    """' (did you mean 'x'?)', or nothing."""
-    near = difflib.get_close_matches(name, list(choices), 1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
-
-
 def load_run(path: str | Path, overrides: Iterable[str] = ()) -> Run:
     """Read a TOML run file, apply `section.key=value` overrides, and check it.
 
@@ -443,111 +393,22 @@ def load_run(path: str | Path, overrides: Iterable[str] = ()) -> Run:
     path = Path(path)
     if not path.is_file():
         beside = [p.name for p in path.parent.glob("*.toml")] if path.parent.is_dir() else []
-        raise ConfigError(f"{path}: no such run file{_nearest(path.name, beside)}")
+        raise ConfigError(f"{path}: no such run file{nearest(path.name, beside)}")
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: not a TOML file: {error}") from None
     data.setdefault("name", path.stem)
     for override in overrides:
-        _apply_override(data, override)
+        apply_override(Run, data, override)
     return run_from_dict(data).check()
 
 
 def run_from_dict(data: Mapping[str, Any]) -> Run:
-    """The run that nested plain data describes, unchecked. Raises ConfigError on a wrong key or type."""
-    return _build(Run, data, "")
+    """The run that nested plain data describes, unchecked. Raises ConfigError."""
+    return build(Run, data)
 
 
 def run_to_dict(run: Run) -> dict[str, Any]:
     """Plain nested data (dicts, lists, numbers, text) that `run_from_dict` reads back equal."""
-
-    def plain(value: Any) -> Any:
-        if is_dataclass(value):
-            return {f.name: plain(getattr(value, f.name)) for f in fields(value)}
-        if isinstance(value, Mapping):
-            return {k: plain(v) for k, v in value.items()}
-        return [plain(v) for v in value] if isinstance(value, tuple | list) else value
-
-    return plain(run)
-
-
-def _build(cls: type, data: Any, prefix: str) -> Any:
-    if not isinstance(data, Mapping):
-        raise ConfigError(f"{prefix.rstrip('.')}: is a section, not a value; write [{prefix[:-1]}]")
-    hints = get_type_hints(cls)
-    values = {}
-    for name, value in data.items():
-        if name not in hints:
-            raise ConfigError(_unknown(prefix, name, cls, isinstance(value, Mapping)))
-        if is_dataclass(hints[name]):
-            values[name] = _build(hints[name], value, f"{prefix}{name}.")  # type: ignore[arg-type]
-        else:
-            values[name] = _typed(value, hints[name], prefix + name)
-    return cls(**values)
-
-
-def _unknown(prefix: str, name: str, cls: type, is_section: bool) -> str:
-    names = [f.name for f in fields(cls)]
-    near = difflib.get_close_matches(name, names, 1)
-    elsewhere = [
-        f"{section.name}.{name}"
-        for section in fields(Run)
-        if is_dataclass(section.default_factory)
-        and name in {f.name for f in fields(section.default_factory)}
-    ]
-    if near:
-        hint = f"did you mean {prefix}{near[0]}?"
-    elif elsewhere:
-        hint = f"did you mean {elsewhere[0]}?"
-    else:
-        hint = f"choose one of {', '.join(names)}"
-    return f"{prefix}{name}: unknown {'section' if is_section else 'key'}; {hint}"
-
-
-_WORDS = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
-
-
-def _typed(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the key's type; only whole numbers widen (to float), and lists become tuples."""
-    origin = get_origin(hint)
-    if origin is tuple:
-        kinds = get_args(hint)
-        many = kinds[-1] is Ellipsis
-        if not isinstance(value, list | tuple) or (not many and len(value) != len(kinds)):
-            size = "" if many else f" {len(kinds)}"
-            raise ConfigError(f"{name}: {value!r} must be a list of{size} {_WORDS[kinds[0]]} values")
-        return tuple(_typed(v, kinds[0], name) for v in value)
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name}: {value!r} must be a table, such as {name}.some_key=1")
-        return dict(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if type(value) is not hint:
-        raise ConfigError(f"{name}: {value!r} must be {_WORDS[hint]}")
-    return value
-
-
-def _apply_override(data: dict[str, Any], override: str) -> None:
-    """Set `section.key=value` in the nested data. The value is TOML; where the key holds text, raw."""
-    path, equals, raw = override.partition("=")
-    parts = path.strip().split(".")
-    if not equals or not all(parts):
-        raise ConfigError(f"{override!r}: an override is written section.key=value")
-    target: Any = data
-    for part in parts[:-1]:
-        target = target.setdefault(part, {})
-        if not isinstance(target, dict):
-            raise ConfigError(f"{path}: {part} is a value, not a section")
-    hint: Any = Run
-    for part in parts:
-        hint = get_type_hints(hint).get(part) if is_dataclass(hint) else None
-    target[parts[-1]] = raw if hint is str and raw[:1] not in ('"', "'") else _parse(raw)
-
-
-def _parse(raw: str) -> Any:
-    try:
-        return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return raw
+    return to_dict(run)
