@@ -25,7 +25,7 @@ from ..kernels.random import make_key
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe, get_recipe
 from .autocast import HIGH, recipe_in_force
-from .saved import AmaxHistory, Kept, cast_operand, clock, codes_of, remember
+from .saved import AmaxHistory, Kept, clock, codes_of, transposes
 
 
 def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:
@@ -67,103 +67,121 @@ def _wide(weight: torch.Tensor) -> torch.dtype:
     return torch.float32 if isinstance(weight, SplitParameter) else weight.dtype
 
 
-def operand_key(recipe_cast: Cast, stream: int) -> int:
-    """The key for this cast's random bits; 0 where it rounds to nearest."""
-    return make_key(clock.seed, clock.step, stream) if recipe_cast.rounding == "stochastic" else 0
-
-
-class LinearFunction(torch.autograd.Function):
-    """The three GEMMs under a recipe. Tensors in `kept` form are saved, never high precision
-    (unless the recipe says so); high-precision GEMMs dequantize what was kept."""
-
-    @staticmethod
-    def forward(ctx, x_MK, weight_NK, bias_N, rows, rows_scale, kept, kept_scale, how):
-        recipe: Recipe = how.recipe
-        ctx.how, ctx.x_dtype = how, x_MK.dtype
-        ctx.bias_dtype = None if bias_N is None else grad_dtype_of(bias_N)
-        keeps_input = weight_NK.requires_grad
-        if not keeps_input:
-            saved = (None, None)
-        elif recipe.keeps_codes:
-            saved = (kept, kept_scale)
-        else:
-            saved = (x_MK, None)
-        ctx.save_for_backward(*saved, weight_NK)
-        if recipe.output.fp8:
-            x_q = Quantized(rows, rows_scale, recipe.input.granularity)
-            w_q = weight_rows(weight_NK, recipe.weight)
-            return gemm(
-                x_q, w_q, out_dtype=how.dtype, bias=bias_N, fast_accum=recipe.output.fast_accum
-            )
-        w = weight_values(weight_NK, how.dtype)
-        bias = None if bias_N is None else bias_N.to(how.dtype)
-        return F.linear(x_MK.to(how.dtype), w, bias)
-
-    @staticmethod
-    def backward(ctx, grad_MN):
-        how, recipe = ctx.how, ctx.how.recipe
-        kept, kept_scale, weight = ctx.saved_tensors
-        grad_MN = grad_MN.contiguous()
-        wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
-        fp8_x, fp8_w = wants_x and recipe.grad_input.fp8, wants_w and recipe.grad_weight.fp8
-        rows = cols = None
-        if fp8_x or fp8_w:
-            rows, cols = how.cast_grad(grad_MN, rows=fp8_x, cols=fp8_w)
-        grad_x = grad_w = grad_b = None
-        if wants_x:
-            grad_x = _grad_input(grad_MN, rows, weight, recipe, how.dtype).to(ctx.x_dtype)
-        if wants_w:
-            grad_w = _grad_weight(grad_MN, cols, kept, kept_scale, weight, how)
-        if wants_b:
-            grad_b = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
-        return grad_x, grad_w, grad_b, None, None, None, None, None
-
-
-def _grad_input(grad_MN, rows, weight, recipe: Recipe, dtype: torch.dtype) -> torch.Tensor:
-    if recipe.grad_input.fp8:
-        w_q = weight_cols(weight, recipe.weight)
-        return gemm(rows, w_q, out_dtype=dtype, fast_accum=recipe.grad_input.fast_accum)
-    return grad_MN.to(dtype) @ weight_values(weight, dtype)
-
-
-def _grad_weight(grad_MN, cols, kept, kept_scale, weight, how) -> torch.Tensor:
-    recipe, dtype = how.recipe, grad_dtype_of(weight)
-    if kept_scale is not None:
-        kept = how.kept(kept, kept_scale)
-    if recipe.grad_weight.fp8:
-        return gemm(cols, kept.cols(), out_dtype=dtype, fast_accum=recipe.grad_weight.fast_accum)
-    x = kept.values(how.dtype) if isinstance(kept, Kept) else kept.to(how.dtype)
-    return (grad_MN.to(how.dtype).t() @ x).to(dtype)
-
-
 class How:
-    """What LinearFunction needs besides tensors: the recipe, the compute dtype of the high
-    precision parts, and the amax history where scaling is delayed."""
+    """One linear's compute: its recipe, the dtype of the high-precision parts, and the amax
+    history where scaling is delayed. Its methods are the three GEMMs and the casts before them."""
 
-    __slots__ = ("recipe", "dtype", "history", "stream", "record")
+    __slots__ = ("dtype", "history", "recipe", "record", "stream")
 
-    def __init__(self, recipe, dtype, history=None, stream=0, record=False):
+    def __init__(self, recipe: Recipe, dtype: torch.dtype, history=None, stream=0, record=False):
         self.recipe, self.dtype = recipe, dtype
         self.history, self.stream, self.record = history, stream, record
 
-    def kept(self, codes: torch.Tensor, scale: torch.Tensor) -> Kept:
-        """The saved pair as the input in its kept form."""
-        cast = self.recipe.input
-        is_cols = cast.granularity in ("row", "group")
-        return Kept(Quantized(codes, scale, cast.granularity), is_cols)
+    def scale(self, operand: int, x: torch.Tensor, amax: torch.Tensor | None = None):
+        """The scale to cast x with, where it is known before a pass over x; else None.
 
-    def cast_grad(self, grad_MN: torch.Tensor, *, rows: bool, cols: bool):
-        """(rows, cols) codes of grad_output, each only if asked for, in one pass if both."""
-        cast = self.recipe.grad_output
-        scale = None
+        operand: 0 input, 2 grad_output. amax: what the kernel that made x found.
+        """
+        cast = self.recipe.input if operand == 0 else self.recipe.grad_output
         if cast.scaling == "delayed":
-            scale = self.history.scale(2, grad_MN, cast, self.record)
-        key = operand_key(cast, 3 * self.stream + 2)
+            return self.history.scale(operand, x.detach(), cast, self.record)
+        if amax is not None and cast.granularity == "tensor":
+            return cast_kernels.scale_from_amax(amax, cast)
+        return None
+
+    def key(self, operand: int) -> int:
+        """The key of this operand's random bits; 0 where it rounds to nearest."""
+        cast = self.recipe.input if operand == 0 else self.recipe.grad_output
+        if cast.rounding == "nearest":
+            return 0
+        return make_key(clock.seed, clock.step, 3 * self.stream + operand)
+
+    def input_rows(self, x_MK: torch.Tensor, amax=None) -> Quantized:
+        """Codes of an input that nobody shares, for the output GEMM."""
+        scale = self.scale(0, x_MK, amax)
+        return cast_kernels.quantize(x_MK, self.recipe.input, scale=scale, key=self.key(0))
+
+    def kept(self, codes: torch.Tensor, scale: torch.Tensor) -> Kept:
+        """A saved pair as the input in its kept form."""
+        cast = self.recipe.input
+        return Kept(Quantized(codes, scale, cast.granularity), is_cols=not transposes(cast))
+
+    def grad_codes(self, grad_MN: torch.Tensor, *, rows: bool, cols: bool, amax=None):
+        """(rows, cols) codes of grad_output for the GEMMs that run in FP8, in one pass if both."""
+        rows, cols = rows and self.recipe.grad_input.fp8, cols and self.recipe.grad_weight.fp8
+        if not (rows or cols):
+            return None, None
+        cast = self.recipe.grad_output
+        scale, key = self.scale(2, grad_MN, amax), self.key(2)
         if rows and cols:
             return cast_kernels.quantize_both(grad_MN, cast, scale=scale, key=key)
         if rows:
             return cast_kernels.quantize(grad_MN, cast, scale=scale, key=key), None
         return None, cast_kernels.quantize_cols(grad_MN, cast, scale=scale, key=key)
+
+    def output(self, x_MK, x_q: Quantized | None, weight, bias=None) -> torch.Tensor:
+        """input @ weight^T (+ bias), from x_q in FP8 or from x in high precision."""
+        settings = self.recipe.output
+        if settings.fp8:
+            w_q = weight_rows(weight, self.recipe.weight)
+            return gemm(x_q, w_q, out_dtype=self.dtype, bias=bias, fast_accum=settings.fast_accum)
+        bias = None if bias is None else bias.to(self.dtype)
+        return F.linear(x_MK.to(self.dtype), weight_values(weight, self.dtype), bias)
+
+    def grad_input(self, grad_MN, rows: Quantized | None, weight) -> torch.Tensor:
+        """grad_output @ weight, from rows in FP8 or from grad_MN in high precision."""
+        settings = self.recipe.grad_input
+        if settings.fp8:
+            w_q = weight_cols(weight, self.recipe.weight)
+            return gemm(rows, w_q, out_dtype=self.dtype, fast_accum=settings.fast_accum)
+        return grad_MN.to(self.dtype) @ weight_values(weight, self.dtype)
+
+    def grad_weight(self, grad_MN, cols: Quantized | None, x, weight) -> torch.Tensor:
+        """grad_output^T @ input in the weight's gradient dtype. x: codes of the input's columns
+        where that GEMM runs in FP8, else the input's values [M, K]."""
+        dtype, settings = grad_dtype_of(weight), self.recipe.grad_weight
+        if settings.fp8:
+            return gemm(cols, x, out_dtype=dtype, fast_accum=settings.fast_accum)
+        return (grad_MN.to(self.dtype).t() @ x.to(self.dtype)).to(dtype)
+
+    def weight_operand(self, kept: Kept):
+        """The kept input as `grad_weight` wants it: codes of its columns, or its values."""
+        return kept.cols() if self.recipe.grad_weight.fp8 else kept.values(self.dtype)
+
+
+class LinearFunction(torch.autograd.Function):
+    """The three GEMMs of one linear. Saved: the input in kept form, and the parameter itself."""
+
+    @staticmethod
+    def forward(ctx, x_MK, weight_NK, bias_N, rows, rows_scale, kept, kept_scale, how):
+        ctx.how, ctx.x_dtype = how, x_MK.dtype
+        ctx.bias_dtype = None if bias_N is None else grad_dtype_of(bias_N)
+        if not weight_NK.requires_grad:
+            kept = kept_scale = None
+        elif not how.recipe.keeps_codes:
+            kept, kept_scale = x_MK, None
+        ctx.save_for_backward(kept, kept_scale, weight_NK)
+        x_q = None if rows is None else Quantized(rows, rows_scale, how.recipe.input.granularity)
+        return how.output(x_MK, x_q, weight_NK, bias_N)
+
+    @staticmethod
+    def backward(ctx, grad_MN):
+        how = ctx.how
+        kept, kept_scale, weight = ctx.saved_tensors
+        wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
+        grad_MN = grad_MN.contiguous()
+        rows, cols = how.grad_codes(grad_MN, rows=wants_x, cols=wants_w)
+        grad_x = grad_w = grad_b = None
+        if wants_x:
+            grad_x = how.grad_input(grad_MN, rows, weight).to(ctx.x_dtype)
+        if wants_w:
+            x = kept if kept_scale is None else how.weight_operand(how.kept(kept, kept_scale))
+            if kept_scale is None and how.recipe.grad_weight.fp8:
+                x = cast_kernels.quantize_cols(kept, how.recipe.input)
+            grad_w = how.grad_weight(grad_MN, cols, x, weight)
+        if wants_b:
+            grad_b = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
+        return grad_x, grad_w, grad_b, None, None, None, None, None
 
 
 class Linear(nn.Linear):
@@ -186,8 +204,7 @@ class Linear(nn.Linear):
         recipe = recipe_in_force(self.recipe)
         if recipe is HIGH and not isinstance(self.weight, SplitParameter):
             return _plain(x, self.weight, self.bias)
-        dtype = compute_dtype(x)
-        how = How(recipe, dtype, self._history_for(recipe), self._stream(), self.training)
+        how = self.how(recipe, x)
         rows, kept = self._input_codes(x, how)
         y = LinearFunction.apply(
             x.reshape(-1, self.in_features),
@@ -201,35 +218,25 @@ class Linear(nn.Linear):
         )
         return y.view(*x.shape[:-1], self.out_features)
 
+    def how(self, recipe: Recipe, x: torch.Tensor) -> How:
+        """How this linear runs on x under `recipe`."""
+        stream = getattr(self.weight, "_ottava_stream", 0)
+        history = self._history_for(recipe) if recipe.delayed else None
+        record = self.training and torch.is_grad_enabled()
+        return How(recipe, compute_dtype(x), history, stream, record)
+
     def _input_codes(self, x: torch.Tensor, how: How):
-        recipe, cast = how.recipe, how.recipe.input
+        recipe = how.recipe
         wants_kept = recipe.keeps_codes and torch.is_grad_enabled() and self.weight.requires_grad
-        if not (recipe.output.fp8 or wants_kept):
-            return None, None
-        scale = None
-        if cast.scaling == "delayed":
-            record = how.record and torch.is_grad_enabled()
-            scale = how.history.scale(0, x.detach(), cast, record)
-        key = operand_key(cast, 3 * how.stream)
         if wants_kept:
-            return codes_of(x, cast, scale=scale, key=key)
-        x_MK = x.detach().reshape(-1, x.shape[-1])
-        return cast_operand(x_MK, cast, keep=False, scale=scale, key=key)
+            return codes_of(x, recipe.input, how)
+        if not recipe.output.fp8:
+            return None, None
+        return how.input_rows(x.detach().reshape(-1, x.shape[-1])), None
 
-    def _history_for(self, recipe: Recipe) -> AmaxHistory | None:
-        if not recipe.delayed:
-            return None
-        length = recipe.input.history
-        if self._history is None:
-            self._history = AmaxHistory(length, self.weight.device)
-        elif self._history.amax.shape[1] != length:
-            self._history = self._history.resized(length)
-        self._history.to(self.weight.device)
-        remember(self.weight, self._history)
+    def _history_for(self, recipe: Recipe) -> AmaxHistory:
+        self._history = AmaxHistory.of(self._history, recipe.input.history, self.weight)
         return self._history
-
-    def _stream(self) -> int:
-        return getattr(self.weight, "_ottava_stream", 0)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -16,129 +16,79 @@ from torch import nn
 from ..kernels import cast as cast_kernels
 from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
-from ..kernels.gemm import gemm
-from ..numerics.recipe import Cast, Recipe
-from .autocast import HIGH, recipe_in_force
-from .linear import How, Linear, compute_dtype, grad_dtype_of, operand_key, weight_cols, weight_rows
-from .linear import weight_values
-from .saved import Kept, codes_of, transposes
+from ..numerics.recipe import Recipe
+from .autocast import recipe_in_force
+from .linear import How, Linear
+from .saved import Kept, codes_of
 
 
 class GatedMLPFunction(torch.autograd.Function):
-    """Three linears and the gate between them under one recipe (FP8 or storage)."""
+    """Three linears and the gate between them, under one recipe (FP8 or storage)."""
 
     @staticmethod
-    def forward(ctx, x_MH, w_gate, w_up, w_down, rows, rows_scale, kept, kept_scale, how, recompute):
-        ctx.how, ctx.recompute, ctx.x_dtype = how, recompute, x_MH.dtype
-        x_q = None if rows is None else Quantized(rows, rows_scale, how.recipe.input.granularity)
-        gate = _output(x_MH, x_q, w_gate, how)
-        up = _output(x_MH, x_q, w_up, how)
+    def forward(ctx, x_MH, w_gate, w_up, w_down, rows, rows_scale, kept, kept_scale, hows, recompute):
+        ctx.hows, ctx.recompute, ctx.x_dtype = hows, recompute, x_MH.dtype
+        how_gate, how_up, how_down = hows
+        x_q = Quantized(rows, rows_scale, how_gate.recipe.input.granularity)
+        gate, up = how_gate.output(x_MH, x_q, w_gate), how_up.output(x_MH, x_q, w_up)
         h, amax, *gate_up = swiglu_kernels.swiglu(gate, up)
         del gate, up
-        y = _output(h, _cast_known(h, how, amax), w_down, how)
-        ctx.save_for_backward(
-            kept, kept_scale, *([None] * 4 if recompute else gate_up), w_gate, w_up, w_down
-        )
-        return y
+        gate_up = [None] * 4 if recompute else gate_up
+        ctx.save_for_backward(kept, kept_scale, *gate_up, w_gate, w_up, w_down)
+        h_q = how_down.input_rows(h, amax) if how_down.recipe.output.fp8 else None
+        return how_down.output(h, h_q, w_down)
 
     @staticmethod
     def backward(ctx, grad_MH):
-        how, recipe = ctx.how, ctx.how.recipe
+        how_gate, how_up, how_down = ctx.hows
         kept, kept_scale, *gate_up, w_gate, w_up, w_down = ctx.saved_tensors
-        kept = how.kept(kept, kept_scale)
+        wants_x, *wants_w = ctx.needs_input_grad[:4]
+        kept = how_gate.kept(kept, kept_scale)
         if ctx.recompute:
-            gate_up = _again(kept, w_gate, w_up, how)
+            gate_up = _again(kept, w_gate, w_up, ctx.hows)
         grad_MH = grad_MH.contiguous()
-        rows, cols = _cast_grad(grad_MH, how, recipe.grad_input.fp8, recipe.grad_weight.fp8)
-        grad_h = _grad_input(grad_MH, rows, w_down, how)
+        rows, cols = how_down.grad_codes(grad_MH, rows=True, cols=wants_w[2])
+        grad_h = how_down.grad_input(grad_MH, rows, w_down)
         grad_gate, grad_up, h, *amaxes = swiglu_kernels.swiglu_backward(grad_h, *gate_up)
         del grad_h, gate_up, rows
         grad_down = None
-        if ctx.needs_input_grad[3]:
-            h_cols = _cols_known(h, recipe.input, amaxes[2]) if recipe.grad_weight.fp8 else None
-            grad_down = _grad_weight(grad_MH, cols, h, h_cols, w_down, how)
-            del h_cols
+        if wants_w[2]:
+            if how_down.recipe.grad_weight.fp8:
+                # The forward's cast once more: only its scale may come from a history.
+                scale = _current_scale(how_down, amaxes[2])
+                h = cast_kernels.quantize_cols(h, how_down.recipe.input, scale=scale)
+            grad_down = how_down.grad_weight(grad_MH, cols, h, w_down)
         del h, cols
-        x_cols = kept.cols() if recipe.grad_weight.fp8 else None
-        x = None if recipe.grad_weight.fp8 else kept.values(how.dtype)
+        x = how_gate.weight_operand(kept)
         grad_x, grads = None, []
-        for grad, w, amax, wanted in (
-            (grad_gate, w_gate, amaxes[0], ctx.needs_input_grad[1]),
-            (grad_up, w_up, amaxes[1], ctx.needs_input_grad[2]),
+        for grad, how, w, amax, wants in (
+            (grad_gate, how_gate, w_gate, amaxes[0], wants_w[0]),
+            (grad_up, how_up, w_up, amaxes[1], wants_w[1]),
         ):
-            rows, cols = _cast_grad(
-                grad, how, recipe.grad_input.fp8, recipe.grad_weight.fp8 and wanted, amax
-            )
-            grads.append(_grad_weight(grad, cols, x, x_cols, w, how) if wanted else None)
-            if ctx.needs_input_grad[0]:
-                part = _grad_input(grad, rows, w, how)
+            rows, cols = how.grad_codes(grad, rows=wants_x, cols=wants, amax=amax)
+            grads.append(how.grad_weight(grad, cols, x, w) if wants else None)
+            if wants_x:
+                part = how.grad_input(grad, rows, w)
                 grad_x = part if grad_x is None else grad_x.add_(part)
         grad_x = None if grad_x is None else grad_x.to(ctx.x_dtype)
         return grad_x, *grads, grad_down, None, None, None, None, None, None
 
 
-def _output(x, x_q, weight, how: How) -> torch.Tensor:
-    gemm_settings = how.recipe.output
-    if gemm_settings.fp8:
-        w_q = weight_rows(weight, how.recipe.weight)
-        return gemm(x_q, w_q, out_dtype=how.dtype, fast_accum=gemm_settings.fast_accum)
-    return nnF.linear(x.to(how.dtype), weight_values(weight, how.dtype))
-
-
-def _known_scale(cast: Cast, amax: torch.Tensor | None) -> torch.Tensor | None:
-    """The scale from the amax that the producing kernel found; None where it has other grains."""
-    if amax is None or cast.granularity != "tensor":
-        return None
-    return cast_kernels.scale_from_amax(amax, cast)
-
-
-def _cast_known(h, how: How, amax) -> Quantized | None:
-    if not how.recipe.output.fp8:
-        return None
+def _current_scale(how: How, amax: torch.Tensor) -> torch.Tensor | None:
     cast = how.recipe.input
-    return cast_kernels.quantize(h, cast, scale=_known_scale(cast, amax), key=0)
+    return cast_kernels.scale_from_amax(amax, cast) if cast.granularity == "tensor" else None
 
 
-def _cols_known(h, cast: Cast, amax) -> Quantized:
-    return cast_kernels.quantize_cols(h, cast, scale=_known_scale(cast, amax))
-
-
-def _cast_grad(grad, how: How, rows: bool, cols: bool, amax=None):
-    cast = how.recipe.grad_output
-    scale, key = _known_scale(cast, amax), operand_key(cast, 3 * how.stream + 2)
-    if rows and cols:
-        return cast_kernels.quantize_both(grad, cast, scale=scale, key=key)
-    if rows:
-        return cast_kernels.quantize(grad, cast, scale=scale, key=key), None
-    if cols:
-        return None, cast_kernels.quantize_cols(grad, cast, scale=scale, key=key)
-    return None, None
-
-
-def _grad_input(grad, rows, weight, how: How) -> torch.Tensor:
-    settings = how.recipe.grad_input
-    if settings.fp8:
-        w_q = weight_cols(weight, how.recipe.weight)
-        return gemm(rows, w_q, out_dtype=how.dtype, fast_accum=settings.fast_accum)
-    return grad.to(how.dtype) @ weight_values(weight, how.dtype)
-
-
-def _grad_weight(grad, cols, x, x_cols, weight, how: How) -> torch.Tensor:
-    dtype, settings = grad_dtype_of(weight), how.recipe.grad_weight
-    if settings.fp8:
-        return gemm(cols, x_cols, out_dtype=dtype, fast_accum=settings.fast_accum)
-    return (grad.to(how.dtype).t() @ x.to(how.dtype)).to(dtype)
-
-
-def _again(kept: Kept, w_gate, w_up, how: How):
-    """gate and up in their kept form, from the kept input: the same GEMMs as in forward."""
-    cast = how.recipe.input
-    same = transposes(cast) and how.recipe.output.fp8
-    x = None if same else kept.values(how.dtype)
-    x_q = kept.q if same else None
-    if x_q is None and how.recipe.output.fp8:
-        x_q = cast_kernels.quantize(x, cast)
-    gate, up = _output(x, x_q, w_gate, how), _output(x, x_q, w_up, how)
+def _again(kept: Kept, w_gate, w_up, hows):
+    """gate and up in their kept form, from the kept input: the GEMMs of the forward again."""
+    how_gate, how_up, _ = hows
+    fp8 = how_gate.recipe.output.fp8
+    if fp8 and not kept.is_cols:
+        x, x_q = None, kept.q
+    else:
+        x = kept.values(how_gate.dtype)
+        x_q = cast_kernels.quantize(x, how_gate.recipe.input) if fp8 else None
+    gate, up = how_gate.output(x, x_q, w_gate), how_up.output(x, x_q, w_up)
     return swiglu_kernels.swiglu(gate, up)[2:]
 
 
@@ -152,11 +102,10 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         three = (self.gate_proj, self.up_proj, self.down_proj)
         recipe = recipe_in_force(self.recipe)
-        fused = recipe is not HIGH and all(isinstance(m, Linear) for m in three)
-        if not fused or recipe.delayed or not torch.is_grad_enabled() or not recipe.keeps_codes:
+        if not recipe.keeps_codes or not all(isinstance(m, Linear) for m in three):
             return self.down_proj(nnF.silu(self.gate_proj(x)) * self.up_proj(x))
-        how = How(recipe, compute_dtype(x), stream=three[0]._stream())
-        rows, kept = codes_of(x, recipe.input)
+        hows = tuple(m.how(recipe, x) for m in three)
+        rows, kept = codes_of(x, recipe.input, hows[0])
         y = GatedMLPFunction.apply(
             x.reshape(-1, x.shape[-1]),
             *(m.weight for m in three),
@@ -164,7 +113,7 @@ class GatedMLP(nn.Module):
             rows.scale,
             kept.q.codes,
             kept.q.scale,
-            how,
+            hows,
             self.recompute,
         )
         return y.view(*x.shape[:-1], y.shape[-1])

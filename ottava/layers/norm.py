@@ -12,48 +12,43 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from ..kernels import cast as cast_kernels
 from ..kernels import norm as norm_kernels
 from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
-from .linear import grad_dtype_of, plain_weight, weight_values
-from .saved import Kept, carry, transposes
+from .linear import How, grad_dtype_of, plain_weight, weight_values
+from .saved import AmaxHistory, carry, cast_operand
 
 
 class NormFunction(torch.autograd.Function):
-    """Forward returns (y, rows, rows_scale, kept, kept_scale); codes are None without a cast."""
+    """Forward returns (y, rows, rows_scale, kept, kept_scale); codes are None without `how`."""
 
     @staticmethod
-    def forward(ctx, x_MH, weight_H, bias_H, eps, cast, is_rms):
+    def forward(ctx, x_MH, weight_H, bias_H, eps, how, is_rms):
         w = None if weight_H is None else weight_values(weight_H, torch.float32)
         b = None if bias_H is None else weight_values(bias_H, torch.float32)
         if is_rms:
             y, _, rstd, amax = norm_kernels.rms_norm(x_MH, w, eps, None)
         else:
             y, _, rstd, amax = norm_kernels.layer_norm(x_MH, w, b, eps, None)
-        ctx.is_rms, ctx.cast = is_rms, cast
+        ctx.is_rms, ctx.how = is_rms, how
         ctx.grad_dtypes = [None if p is None else grad_dtype_of(p) for p in (weight_H, bias_H)]
-        if cast is None:
+        if how is None:
             ctx.save_for_backward(y, None, rstd, weight_H, bias_H)
             return y, None, None, None, None
-        if transposes(cast):
-            scale = cast_kernels.scale_from_amax(amax, cast) if cast.granularity == "tensor" else None
-            rows = cast_kernels.quantize(y, cast, scale=scale)
-            kept = rows
-        else:
-            rows, kept = cast_kernels.quantize_both(y, cast)
-        ctx.save_for_backward(kept.codes, kept.scale, rstd, weight_H, bias_H)
-        ctx.mark_non_differentiable(rows.codes, rows.scale, kept.codes, kept.scale)
-        return y, rows.codes, rows.scale, kept.codes, kept.scale
+        rows, kept = cast_operand(y, how.recipe.input, scale=how.scale(0, y, amax))
+        ctx.save_for_backward(kept.q.codes, kept.q.scale, rstd, weight_H, bias_H)
+        codes = (rows.codes, rows.scale, kept.q.codes, kept.q.scale)
+        ctx.mark_non_differentiable(*codes)
+        return y, *codes
 
     @staticmethod
     def backward(ctx, grad_y, *_):
         saved, scale, rstd, weight_H, bias_H = ctx.saved_tensors
-        if scale is not None and not transposes(ctx.cast):
-            # Columns were kept (scales along tokens): the values, for the length of this call.
-            q = Quantized(saved, scale, ctx.cast.granularity)
-            saved, scale = Kept(q, is_cols=True).values(grad_y.dtype).contiguous(), None
+        if scale is not None:
+            kept = ctx.how.kept(saved, scale)
+            if kept.is_cols:  # scales run along tokens: the values, for the length of this call
+                saved, scale = kept.values(grad_y.dtype).contiguous(), None
         w = None if weight_H is None else weight_values(weight_H, torch.float32)
         b = None if bias_H is None else weight_values(bias_H, torch.float32)
         grad_y = grad_y.contiguous()
@@ -65,26 +60,23 @@ class NormFunction(torch.autograd.Function):
             )
         grads = [
             None if dtype is None else g.to(dtype)
-            for g, dtype in zip(grads + [None], ctx.grad_dtypes, strict=False)
+            for g, dtype in zip([*grads, None], ctx.grad_dtypes, strict=False)
         ]
         return grad_x, *grads[:2], None, None, None
 
 
 def _norm(module: nn.Module, x: torch.Tensor, weight, bias, eps: float, is_rms: bool):
-    recipe = recipe_in_force(module.recipe)
-    codes = recipe.keeps_codes and torch.is_grad_enabled()
-    cast = recipe.input if codes and recipe.input.scaling == "current" else None
+    recipe, how = recipe_in_force(module.recipe), None
+    if recipe.keeps_codes and torch.is_grad_enabled():
+        if recipe.delayed:
+            module._history = AmaxHistory.of(module._history, recipe.input.history, weight)
+        how = How(recipe, x.dtype, module._history, record=module.training)
     x_MH = x.reshape(-1, x.shape[-1])
-    y, rows, rows_scale, kept, kept_scale = NormFunction.apply(x_MH, weight, bias, eps, cast, is_rms)
+    y, rows, rows_scale, kept, kept_scale = NormFunction.apply(x_MH, weight, bias, eps, how, is_rms)
     y = y.view(x.shape)
-    if rows is not None and not torch.compiler.is_compiling():
-        grain = cast.granularity
-        carry(
-            y,
-            cast,
-            Quantized(rows, rows_scale, grain),
-            Kept(Quantized(kept, kept_scale, grain), is_cols=not transposes(cast)),
-        )
+    if how is not None and not torch.compiler.is_compiling():
+        rows = Quantized(rows, rows_scale, recipe.input.granularity)
+        carry(y, recipe.input, rows, how.kept(kept, kept_scale))
     return y
 
 
@@ -92,6 +84,7 @@ class RMSNorm(nn.RMSNorm):
     """y = x / sqrt(mean(x^2) + eps) * weight over the last dim, FP32 inside, dtype of x outside."""
 
     recipe: Recipe | None = None
+    _history: AmaxHistory | None = None
 
     def __init__(
         self, normalized_shape, eps=1e-6, elementwise_affine=True, device=None, dtype=None,
@@ -117,6 +110,7 @@ class LayerNorm(nn.LayerNorm):
     """nn.LayerNorm over the last dim, FP32 inside, dtype of x outside; weight and bias optional."""
 
     recipe: Recipe | None = None
+    _history: AmaxHistory | None = None
 
     def __init__(
         self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None,

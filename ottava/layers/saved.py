@@ -57,19 +57,12 @@ def transposes(cast: Cast) -> bool:
 
 
 def cast_operand(
-    x_MK: torch.Tensor,
-    cast: Cast,
-    *,
-    keep: bool,
-    scale: torch.Tensor | None = None,
-    key: int = 0,
-) -> tuple[Quantized, Kept | None]:
-    """Codes of x for a GEMM over K, and (if `keep`) the form kept for grad_weight.
+    x_MK: torch.Tensor, cast: Cast, *, scale: torch.Tensor | None = None, key: int = 0
+) -> tuple[Quantized, Kept]:
+    """Codes of x for a GEMM over K, and the form of them kept for grad_weight.
 
     x_MK: any float dtype, 2-D. One pass over x where both orders are needed.
     """
-    if not keep:
-        return cast_kernels.quantize(x_MK, cast, scale=scale, key=key), None
     if transposes(cast):
         rows = cast_kernels.quantize(x_MK, cast, scale=scale, key=key)
         return rows, Kept(rows, is_cols=False)
@@ -90,18 +83,18 @@ def carry(x: torch.Tensor, cast: Cast, rows: Quantized, kept: Kept) -> None:
     setattr(x, _SLOT, Carried(cast, rows, kept, x._version))
 
 
-def codes_of(x: torch.Tensor, cast: Cast, *, scale: torch.Tensor | None = None, key: int = 0):
+def codes_of(x: torch.Tensor, cast: Cast, how) -> tuple[Quantized, Kept]:
     """(rows, kept) of `x` under `cast`: those it carries, or new ones that it carries from now on.
 
-    Under torch.compile nothing is attached: the compiler merges equal casts by itself.
+    `how` gives the scale (delayed scaling) and the random key. Under torch.compile nothing is
+    attached: the compiler merges equal casts by itself.
     """
-    found = None if scale is not None else carried_by(x, cast)
+    found = carried_by(x, cast)
     if found is not None:
         return found.rows, found.kept
     x_MK = x.detach().reshape(-1, x.shape[-1])
-    rows, kept = cast_operand(x_MK, cast, keep=True, scale=scale, key=key)
-    # A delayed scale belongs to one module, so its codes are not shared with others.
-    if scale is None and not torch.compiler.is_compiling():
+    rows, kept = cast_operand(x_MK, cast, scale=how.scale(0, x_MK), key=how.key(0))
+    if not torch.compiler.is_compiling():
         carry(x, cast, rows, kept)
     return rows, kept
 
@@ -121,9 +114,17 @@ class AmaxHistory:
         self.pending = torch.zeros(3, device=device)
         self._backward_seen = False
 
-    def to(self, device: torch.device) -> None:
-        """Move the history to `device`."""
-        self.amax, self.pending = self.amax.to(device), self.pending.to(device)
+    @classmethod
+    def of(cls, known: AmaxHistory | None, history: int, parameter: torch.Tensor) -> AmaxHistory:
+        """`known` with length `history` on the parameter's device, or a new one; committed
+        whenever an optimizer that holds `parameter` has really stepped."""
+        out = cls(history, parameter.device) if known is None else known
+        if out.amax.shape[1] != history:
+            out = out.resized(history)
+        if out.amax.device != parameter.device:
+            out.amax, out.pending = out.amax.to(parameter.device), out.pending.to(parameter.device)
+        _histories.setdefault(parameter, weakref.WeakSet()).add(out)
+        return out
 
     def scale(self, operand: int, x: torch.Tensor, cast: Cast, record: bool) -> torch.Tensor:
         """The scale for x from earlier steps (from x itself where there is none yet), and
@@ -158,11 +159,6 @@ class AmaxHistory:
 
 # parameter -> histories of the modules that read it; weak, so that dead models vanish.
 _histories = WeakIdKeyDictionary()
-
-
-def remember(parameter: torch.Tensor, history: AmaxHistory) -> None:
-    """Commit `history` whenever an optimizer that holds `parameter` has really stepped."""
-    _histories.setdefault(parameter, weakref.WeakSet()).add(history)
 
 
 def commit_amax(parameters) -> None:
