@@ -60,7 +60,7 @@ def weight_cols(weight: torch.Tensor, cast: Cast) -> Quantized:
     stored = _stored_codes(weight, cast)
     if stored is not None:
         return cast_kernels.transpose(stored)
-    return cast_kernels.quantize_cols(weight_values(weight, _wide(weight)), cast)
+    return cast_kernels.quantize(weight_values(weight, _wide(weight)).t(), cast)
 
 
 def _wide(weight: torch.Tensor) -> torch.dtype:
@@ -77,29 +77,29 @@ class How:
         self.recipe, self.dtype = recipe, dtype
         self.history, self.stream, self.record = history, stream, record
 
-    def scale(self, operand: int, x: torch.Tensor, amax: torch.Tensor | None = None):
-        """The scale to cast x with, where it is known before a pass over x; else None.
+    def cast(self, operand: int, x_MK: torch.Tensor, order: str, amax: torch.Tensor | None = None):
+        """Codes of an operand (0 input, 2 grad_output): "rows", "cols" (of x^T), or "both".
 
-        operand: 0 input, 2 grad_output. amax: what the kernel that made x found.
+        amax: fp32 (1,), what the kernel that made x found; saves the pass that would find it.
         """
         cast = self.recipe.input if operand == 0 else self.recipe.grad_output
+        known: dict = {"key": self._key(cast, operand)}
         if cast.scaling == "delayed":
-            return self.history.scale(operand, x.detach(), cast, self.record)
-        if amax is not None and cast.granularity == "tensor":
-            return cast_kernels.scale_from_amax(amax, cast)
-        return None
+            known |= self.history.known(operand, cast, x_MK)
+        elif amax is not None and cast.granularity == "tensor":
+            known["amax"] = amax
+        if order == "both":
+            out = cast_kernels.quantize_both(x_MK, cast, **known)
+        else:
+            out = cast_kernels.quantize(x_MK if order == "rows" else x_MK.t(), cast, **known)
+        if self.record and "amax_out" in known:
+            self.history.record(operand, known["amax_out"])
+        return out
 
-    def key(self, operand: int) -> int:
-        """The key of this operand's random bits; 0 where it rounds to nearest."""
-        cast = self.recipe.input if operand == 0 else self.recipe.grad_output
+    def _key(self, cast: Cast, operand: int) -> int:
         if cast.rounding == "nearest":
             return 0
         return make_key(clock.seed, clock.step, 3 * self.stream + operand)
-
-    def input_rows(self, x_MK: torch.Tensor, amax=None) -> Quantized:
-        """Codes of an input that nobody shares, for the output GEMM."""
-        scale = self.scale(0, x_MK, amax)
-        return cast_kernels.quantize(x_MK, self.recipe.input, scale=scale, key=self.key(0))
 
     def kept(self, codes: torch.Tensor, scale: torch.Tensor) -> Kept:
         """A saved pair as the input in its kept form."""
@@ -109,15 +109,12 @@ class How:
     def grad_codes(self, grad_MN: torch.Tensor, *, rows: bool, cols: bool, amax=None):
         """(rows, cols) codes of grad_output for the GEMMs that run in FP8, in one pass if both."""
         rows, cols = rows and self.recipe.grad_input.fp8, cols and self.recipe.grad_weight.fp8
-        if not (rows or cols):
-            return None, None
-        cast = self.recipe.grad_output
-        scale, key = self.scale(2, grad_MN, amax), self.key(2)
         if rows and cols:
-            return cast_kernels.quantize_both(grad_MN, cast, scale=scale, key=key)
-        if rows:
-            return cast_kernels.quantize(grad_MN, cast, scale=scale, key=key), None
-        return None, cast_kernels.quantize_cols(grad_MN, cast, scale=scale, key=key)
+            return self.cast(2, grad_MN, "both", amax)
+        if rows or cols:
+            codes = self.cast(2, grad_MN, "rows" if rows else "cols", amax)
+            return (codes, None) if rows else (None, codes)
+        return None, None
 
     def output(self, x_MK, x_q: Quantized | None, weight, bias=None) -> torch.Tensor:
         """input @ weight^T (+ bias), from x_q in FP8 or from x in high precision."""
@@ -177,7 +174,7 @@ class LinearFunction(torch.autograd.Function):
         if wants_w:
             x = kept if kept_scale is None else how.weight_operand(how.kept(kept, kept_scale))
             if kept_scale is None and how.recipe.grad_weight.fp8:
-                x = cast_kernels.quantize_cols(kept, how.recipe.input)
+                x = cast_kernels.quantize(kept.t(), how.recipe.input)
             grad_w = how.grad_weight(grad_MN, cols, x, weight)
         if wants_b:
             grad_b = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
@@ -232,7 +229,7 @@ class Linear(nn.Linear):
             return codes_of(x, recipe.input, how)
         if not recipe.output.fp8:
             return None, None
-        return how.input_rows(x.detach().reshape(-1, x.shape[-1])), None
+        return how.cast(0, x.detach().reshape(-1, x.shape[-1]), "rows"), None
 
     def _history_for(self, recipe: Recipe) -> AmaxHistory:
         self._history = AmaxHistory.of(self._history, recipe.input.history, self.weight)

@@ -18,7 +18,7 @@ from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe
 from .autocast import recipe_in_force
-from .linear import How, Linear
+from .linear import Linear
 from .saved import Kept, codes_of
 
 
@@ -35,7 +35,7 @@ class GatedMLPFunction(torch.autograd.Function):
         del gate, up
         gate_up = [None] * 4 if recompute else gate_up
         ctx.save_for_backward(kept, kept_scale, *gate_up, w_gate, w_up, w_down)
-        h_q = how_down.input_rows(h, amax) if how_down.recipe.output.fp8 else None
+        h_q = how_down.cast(0, h, "rows", amax) if how_down.recipe.output.fp8 else None
         return how_down.output(h, h_q, w_down)
 
     @staticmethod
@@ -54,9 +54,7 @@ class GatedMLPFunction(torch.autograd.Function):
         grad_down = None
         if wants_w[2]:
             if how_down.recipe.grad_weight.fp8:
-                # The forward's cast once more: only its scale may come from a history.
-                scale = _current_scale(how_down, amaxes[2])
-                h = cast_kernels.quantize_cols(h, how_down.recipe.input, scale=scale)
+                h = cast_kernels.quantize(h.t(), how_down.recipe.input, amax=amaxes[2])
             grad_down = how_down.grad_weight(grad_MH, cols, h, w_down)
         del h, cols
         x = how_gate.weight_operand(kept)
@@ -72,11 +70,6 @@ class GatedMLPFunction(torch.autograd.Function):
                 grad_x = part if grad_x is None else grad_x.add_(part)
         grad_x = None if grad_x is None else grad_x.to(ctx.x_dtype)
         return grad_x, *grads, grad_down, None, None, None, None, None, None
-
-
-def _current_scale(how: How, amax: torch.Tensor) -> torch.Tensor | None:
-    cast = how.recipe.input
-    return cast_kernels.scale_from_amax(amax, cast) if cast.granularity == "tensor" else None
 
 
 def _again(kept: Kept, w_gate, w_up, hows):

@@ -17,7 +17,7 @@ from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
 from .linear import How, grad_dtype_of, plain_weight, weight_values
-from .saved import AmaxHistory, carry, cast_operand
+from .saved import AmaxHistory, carry, cast_input
 
 
 class NormFunction(torch.autograd.Function):
@@ -36,7 +36,7 @@ class NormFunction(torch.autograd.Function):
         if how is None:
             ctx.save_for_backward(y, None, rstd, weight_H, bias_H)
             return y, None, None, None, None
-        rows, kept = cast_operand(y, how.recipe.input, scale=how.scale(0, y, amax))
+        rows, kept = cast_input(y, how, amax)
         ctx.save_for_backward(kept.q.codes, kept.q.scale, rstd, weight_H, bias_H)
         codes = (rows.codes, rows.scale, kept.q.codes, kept.q.scale)
         ctx.mark_non_differentiable(*codes)
@@ -45,6 +45,8 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y, *_):
         saved, scale, rstd, weight_H, bias_H = ctx.saved_tensors
+        if ctx.how is not None and ctx.how.history is not None:
+            ctx.how.history.mark_backward()
         if scale is not None:
             kept = ctx.how.kept(saved, scale)
             if kept.is_cols:  # scales run along tokens: the values, for the length of this call

@@ -56,17 +56,16 @@ def transposes(cast: Cast) -> bool:
     return cast.granularity in ("tensor", "block")
 
 
-def cast_operand(
-    x_MK: torch.Tensor, cast: Cast, *, scale: torch.Tensor | None = None, key: int = 0
-) -> tuple[Quantized, Kept]:
-    """Codes of x for a GEMM over K, and the form of them kept for grad_weight.
+def cast_input(x_MK: torch.Tensor, how, amax: torch.Tensor | None = None):
+    """(rows, kept): codes of x for the output GEMM, and the form of them kept for grad_weight.
 
-    x_MK: any float dtype, 2-D. One pass over x where both orders are needed.
+    x_MK: any float dtype, 2-D; `how` is the reader's (layers/linear.py). One pass over x where
+    both orders are needed. amax: fp32 (1,) where the kernel that made x found it.
     """
-    if transposes(cast):
-        rows = cast_kernels.quantize(x_MK, cast, scale=scale, key=key)
+    if transposes(how.recipe.input):
+        rows = how.cast(0, x_MK, "rows", amax)
         return rows, Kept(rows, is_cols=False)
-    rows, cols = cast_kernels.quantize_both(x_MK, cast, scale=scale, key=key)
+    rows, cols = how.cast(0, x_MK, "both", amax)
     return rows, Kept(cols, is_cols=True)
 
 
@@ -86,14 +85,12 @@ def carry(x: torch.Tensor, cast: Cast, rows: Quantized, kept: Kept) -> None:
 def codes_of(x: torch.Tensor, cast: Cast, how) -> tuple[Quantized, Kept]:
     """(rows, kept) of `x` under `cast`: those it carries, or new ones that it carries from now on.
 
-    `how` gives the scale (delayed scaling) and the random key. Under torch.compile nothing is
-    attached: the compiler merges equal casts by itself.
+    Under torch.compile nothing is attached: the compiler merges equal casts by itself.
     """
     found = carried_by(x, cast)
     if found is not None:
         return found.rows, found.kept
-    x_MK = x.detach().reshape(-1, x.shape[-1])
-    rows, kept = cast_operand(x_MK, cast, scale=how.scale(0, x_MK), key=how.key(0))
+    rows, kept = cast_input(x.detach().reshape(-1, x.shape[-1]), how)
     if not torch.compiler.is_compiling():
         carry(x, cast, rows, kept)
     return rows, kept
@@ -112,6 +109,8 @@ class AmaxHistory:
     def __init__(self, history: int, device: torch.device) -> None:
         self.amax = torch.zeros(3, history, device=device)
         self.pending = torch.zeros(3, device=device)
+        self.ready = [False] * 3  # operands whose history holds at least one real step
+        self._seen = [False] * 3
         self._backward_seen = False
 
     @classmethod
@@ -126,20 +125,30 @@ class AmaxHistory:
         _histories.setdefault(parameter, weakref.WeakSet()).add(out)
         return out
 
-    def scale(self, operand: int, x: torch.Tensor, cast: Cast, record: bool) -> torch.Tensor:
-        """The scale for x from earlier steps (from x itself where there is none yet), and
-        `record` x's own amax for later steps. `operand` indexes OPERANDS."""
-        now = cast_kernels.amax(x)
+    def known(self, operand: int, cast: Cast, x: torch.Tensor) -> dict:
+        """Arguments for the cast of x: its scale from earlier steps, and where its own amax goes
+        (the same pass). Before the first real step the scale comes from x itself."""
+        if not self.ready[operand]:
+            now = cast_kernels.amax(x)
+            return {"scale": cast_kernels.scale_from_amax(now, cast), "amax_out": now.clone()}
         row = self.amax[operand]
         past = row.max() if cast.amax_from == "max" else row[0]
-        amax = torch.where(past > 0, past, now)
-        if record:
-            if operand == 0 and self._backward_seen:
-                self.pending = torch.zeros_like(self.pending)
-                self._backward_seen = False
-            self._backward_seen |= operand == 2
-            self.pending[operand] = torch.maximum(self.pending[operand], now[0])
-        return cast_kernels.scale_from_amax(amax.reshape(1), cast)
+        scale = cast_kernels.scale_from_amax(past.reshape(1), cast)
+        return {"scale": scale, "amax_out": torch.zeros_like(scale)}
+
+    def record(self, operand: int, amax: torch.Tensor) -> None:
+        """Note the amax of one call of the running step."""
+        if operand == 0 and self._backward_seen:  # the last step was skipped: it leaves no trace
+            self.pending = torch.zeros_like(self.pending)
+            self._backward_seen = False
+        if operand == 2:
+            self.mark_backward()
+        self._seen[operand] = True
+        self.pending[operand] = torch.maximum(self.pending[operand], amax[0])
+
+    def mark_backward(self) -> None:
+        """The running step has reached its backward: the next forward belongs to another step."""
+        self._backward_seen = True
 
     def commit(self) -> None:
         """End of a real step: the newest entry is this step's amax. Non-finite ones are dropped."""
@@ -147,6 +156,7 @@ class AmaxHistory:
         rolled = torch.cat([self.pending[:, None], self.amax[:, :-1]], dim=1)
         self.amax = torch.where(good[:, None], rolled, self.amax)
         self.pending = torch.zeros_like(self.pending)
+        self.ready = [a or b for a, b in zip(self.ready, self._seen, strict=True)]
         self._backward_seen = False
 
     def resized(self, history: int) -> AmaxHistory:
@@ -154,6 +164,7 @@ class AmaxHistory:
         out = AmaxHistory(history, self.amax.device)
         n = min(history, self.amax.shape[1])
         out.amax[:, :n] = self.amax[:, :n]
+        out.ready = list(self.ready)
         return out
 
 
