@@ -1,0 +1,251 @@
+"""When every storage is born and dies, and what was alive at the peak.
+
+One list of events (storage number, plus or minus bytes) serves a real step on the CPU, a step on
+fake tensors, and a step on a GPU (from the allocator's own trace, see allocator.py). What a storage
+was is decided afterwards: kept activations are those born in a forward and alive at its end, which
+nothing can know while the forward runs. So a category is never a guess made at birth.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+CATEGORIES = ("weights", "master", "gradients", "moments", "activations", "temporary")
+EMPTY = -1  # the number of every storage without bytes, which no event mentions
+PHASES = ("forward", "backward", "step", "idle")
+
+
+@dataclass
+class Timeline:
+    """What happened, in order.
+
+    `events`: (storage, bytes), bytes > 0 at birth and < 0 at death. `marks`: (number of events
+    before it, phase that starts there). `labels`: category of the storages that a registry knows.
+    """
+
+    events: list[tuple[int, int]] = field(default_factory=list)
+    marks: list[tuple[int, str]] = field(default_factory=list)
+    labels: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes that were alive at once, when, and as what. `by_category` adds up to `bytes`."""
+
+    bytes: int
+    phase: str
+    event: int
+    by_category: dict[str, int]
+
+
+def categories(timeline: Timeline) -> dict[int, str]:
+    """The category of every storage: its label, or kept activation, or temporary."""
+    spans = [
+        (start, timeline.marks[i + 1][0])
+        for i, (start, phase) in enumerate(timeline.marks[:-1])
+        if phase == "forward"
+    ]
+    birth: dict[int, int] = {}
+    death: dict[int, int] = {}
+    for i, (storage, nbytes) in enumerate(timeline.events):
+        (birth if nbytes > 0 else death)[storage] = i
+    end = len(timeline.events)
+    out = {}
+    for storage, born in birth.items():
+        dead = death.get(storage, end)
+        kept = any(start <= born < stop <= dead for start, stop in spans)
+        out[storage] = timeline.labels.get(storage, "activations" if kept else "temporary")
+    return out
+
+
+def replay(
+    timeline: Timeline, *, sizes: Mapping[int, int] | None = None, since: int = 0
+) -> Peak:
+    """The exact peak over the events from number `since` on.
+
+    `sizes`: bytes that each storage really occupies (allocator blocks), in place of its own bytes.
+    """
+    alive: dict[int, int] = {}
+    total = most = 0
+    at = -1
+    for i, (storage, nbytes) in enumerate(timeline.events):
+        if nbytes > 0:
+            size = nbytes if sizes is None else sizes[storage]
+            alive[storage] = size
+            total += size
+        else:
+            total -= alive.pop(storage)
+        if i + 1 >= since and (total > most or at < 0):
+            most, at = total, i
+    kinds = categories(timeline)
+    split = dict.fromkeys(CATEGORIES, 0)
+    for storage, size in _alive_after(timeline, at, sizes).items():
+        split[kinds[storage]] += size
+    phase = "idle"
+    for start, name in timeline.marks:
+        phase = name if start <= at else phase
+    return Peak(bytes=most, phase=phase, event=at, by_category=split)
+
+
+def _alive_after(
+    timeline: Timeline, event: int, sizes: Mapping[int, int] | None
+) -> dict[int, int]:
+    alive: dict[int, int] = {}
+    for storage, nbytes in timeline.events[: event + 1]:
+        if nbytes > 0:
+            alive[storage] = nbytes if sizes is None else sizes[storage]
+        else:
+            del alive[storage]
+    return alive
+
+
+def state_tensors(model: nn.Module, optimizer=None) -> Iterable[tuple[str, torch.Tensor]]:
+    """(category, tensor) for everything that outlives a step. Tied parameters come once.
+
+    A parameter's own bytes and its scale are weights; its residual, and an optimizer's master copy,
+    are master; everything else an optimizer keeps is moments.
+    """
+    seen: set[int] = set()
+    for owner in (model.parameters(), model.buffers()):
+        for tensor in owner:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield "weights", tensor
+                yield from _parts_of(tensor)
+    for name, value in _state_items(optimizer):
+        master = any(word in name for word in ("master", "residual"))
+        for tensor in tree_iter(value):
+            if isinstance(tensor, torch.Tensor):
+                yield ("master" if master else "moments"), tensor
+
+
+def _parts_of(parameter: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
+    for name, value in list(getattr(parameter, "__dict__", {}).items()):
+        if isinstance(value, torch.Tensor) and name not in ("grad", "_grad"):
+            yield ("master" if "residual" in name else "weights"), value
+
+
+def _state_items(optimizer) -> Iterable[tuple[str, object]]:
+    if optimizer is None:
+        return
+    for state in optimizer.state.values():
+        if isinstance(state, Mapping):
+            yield from state.items()
+    # Buffers that the optimizer shares between parameters live on the object itself.
+    for name, value in vars(optimizer).items():
+        if name not in ("state", "param_groups", "defaults"):
+            if isinstance(value, torch.Tensor):
+                yield name, value
+            elif isinstance(value, list | tuple | dict):
+                tensors = [t for t in tree_iter(value) if type(t) is torch.Tensor]
+                yield name, tensors
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Records the life of every storage that an operator returns, real or fake, on one thread.
+
+    Exact for bytes alive in tensors between operators; what an operator allocates and frees inside
+    itself is seen only if `temporaries(func, args, kwargs, out)` tells its bytes.
+
+        with MemoryTracker() as tracker:
+            tracker.watch(model, optimizer)
+            tracker.mark("forward"); loss = model(x)
+            tracker.mark("backward"); loss.backward()
+            tracker.mark("step"); optimizer.step()
+            tracker.mark("idle")
+        peak = replay(tracker.timeline)
+    """
+
+    def __init__(self, temporaries: Callable[..., int] | None = None) -> None:
+        super().__init__()
+        self.timeline = Timeline()
+        self._temporaries = temporaries
+        self._number: dict[int, int] = {}  # address of a live StorageImpl -> its number
+        self._sizes: dict[int, int] = {}
+        self._refs: dict[int, weakref.ref] = {}
+        self._watched: tuple[nn.Module, object] | None = None
+        self._hooks: list = []
+        self._count = 0
+
+    def register(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Label the storages of `tensors`, which count as alive from now on if they are new."""
+        for tensor in tensors:
+            self.timeline.labels[self._see(tensor)] = category
+
+    def watch(self, model: nn.Module, optimizer=None) -> None:
+        """Register everything that outlives a step, now and again at every mark."""
+        self._watched = (model, optimizer)
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.is_leaf:
+                hook = parameter.register_post_accumulate_grad_hook(self._label_gradient)
+                self._hooks.append(hook)
+        self._relabel()
+
+    def mark(self, phase: str) -> None:
+        """Start a phase: "forward", "backward", "step", or "idle" after the last."""
+        if phase not in PHASES:
+            raise ValueError(f"mark: {phase!r} is not one of {', '.join(PHASES)}")
+        self._relabel()
+        self.timeline.marks.append((len(self.timeline.events), phase))
+
+    def __exit__(self, *exc) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        super().__exit__(*exc)
+        # Storages that live on must not write into a finished timeline.
+        self._refs.clear()
+        self._number.clear()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        inside = self._temporaries(func, args, kwargs, out) if self._temporaries else 0
+        for tensor in tree_iter(out):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        if inside:  # the operator's own buffers are alive together with what it returns
+            self.timeline.events.append((self._next(inside), -inside))
+        return out
+
+    def _next(self, nbytes: int) -> int:
+        number, self._count = self._count, self._count + 1
+        self.timeline.events.append((number, nbytes))
+        return number
+
+    def _see(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, storage.nbytes()
+        known = self._number.get(key)
+        if known is not None:
+            if self._sizes[known] == nbytes:
+                return known
+            self._forget(key, known)  # resized in place: one life ends, another begins
+        if nbytes == 0:
+            return EMPTY
+        number = self._next(nbytes)
+        self._number[key] = number
+        self._sizes[number] = nbytes
+        self._refs[number] = weakref.ref(storage, lambda _: self._forget(key, number))
+        return number
+
+    def _forget(self, key: int, number: int) -> None:
+        if self._refs.pop(number, None) is not None:
+            self.timeline.events.append((number, -self._sizes.pop(number)))
+            if self._number.get(key) == number:
+                del self._number[key]
+
+    def _label_gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            self.register("gradients", [parameter.grad])
+
+    def _relabel(self) -> None:
+        if self._watched:
+            for category, tensor in state_tensors(*self._watched):
+                self.register(category, [tensor])
