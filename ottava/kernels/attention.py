@@ -19,6 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import flash
 from .op import operator
 
 _ROWS = 128  # query rows a step of the reference: its memory is rows x keys
@@ -144,7 +145,7 @@ def ref_attention_backward(
     return dq, dk, dv, _grad_sinks(sinks, lse, delta)
 
 
-def _grad_sinks(sinks: Tensor | None, lse_BHT: Tensor, delta_BHT: Tensor) -> Tensor:
+def _grad_sinks(sinks: Tensor | None, lse_BHT: Tensor, delta_BHT: Tensor | None) -> Tensor:
     """-sum over rows of exp(sink - lse) * (grad_out . out), per head; empty without sinks."""
     if sinks is None:
         return lse_BHT.new_empty(0)
@@ -168,11 +169,102 @@ def _fake_attention_backward(
     return (*grads, lse.new_empty(0 if sinks is None else q.shape[2]))
 
 
+# -------------------------------------------------------------------------------------------- CUDA
+
+
+def backend_of(q, k, v, causal: bool, window: int | None, starts: Tensor | None) -> str:
+    """Which CUDA kernel runs: "cudnn", "flash" (both PyTorch's own) or "triton" (ours).
+
+    A rule of shapes, not a trial: the library kernels take neither windows nor documents, want
+    FP16 or BF16 and S == T where causal. cuDNN is the fastest on Hopper and takes D != V, but its
+    backward has no deterministic mode: under `torch.use_deterministic_algorithms(True)` FlashAttention
+    stands in where D == V, and our kernel elsewhere.
+    """
+    d, dv = q.shape[-1], v.shape[-1]
+    if (
+        window is not None
+        or starts is not None
+        or q.dtype not in (torch.bfloat16, torch.float16)
+        or (causal and q.shape[1] != k.shape[1])
+        or d % 8
+        or dv % 8
+        or any(x.stride(-1) != 1 or x.numel() == 0 for x in (q, k, v))
+    ):
+        return "triton"
+    hopper = torch.cuda.get_device_capability(q.device)[0] == 9
+    exact = torch.are_deterministic_algorithms_enabled()
+    fits = max(d, dv) <= 128 or (hopper and max(d, dv) <= 192)
+    if (
+        fits
+        and not exact
+        and min(q.shape[1], k.shape[1]) >= 64
+        and (d != dv or (hopper and d >= 64))
+    ):
+        return "cudnn"
+    return "flash" if d == dv and d <= 256 else "triton"
+
+
+def _heads_first(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.transpose(1, 2) for x in tensors)
+
+
+def _cuda_attention(q, k, v, scale, causal, window, sinks, starts, ends) -> tuple[Tensor, Tensor]:
+    backend = backend_of(q, k, v, causal, window, starts)
+    if backend == "triton":
+        return flash.triton_attention(q, k, v, scale, causal, window, sinks, starts, ends)
+    heads = _heads_first(q, k, v)
+    if backend == "cudnn":
+        out, lse = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            *heads, None, True, 0.0, causal, False, scale=scale
+        )[:2]
+    else:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention(
+            *heads, 0.0, causal, False, scale=scale
+        )[:2]
+    out = out.transpose(1, 2).contiguous()
+    lse = lse.reshape(q.shape[0], q.shape[2], q.shape[1]).contiguous()
+    if sinks is None:
+        return out, lse
+    sinks_H1 = sinks.float()[:, None]
+    out.mul_(torch.sigmoid(lse - sinks_H1).transpose(1, 2)[..., None])
+    return out, torch.logaddexp(lse, sinks_H1)
+
+
+def _cuda_attention_backward(
+    grad_out, q, k, v, out, lse, scale, causal, window, sinks, starts, ends
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    backend = backend_of(q, k, v, causal, window, starts)
+    if backend == "triton":
+        *grads, delta = flash.triton_attention_backward(
+            grad_out, q, k, v, out, lse, scale, causal, window, starts, ends
+        )
+        return *grads, _grad_sinks(sinks, lse, delta)
+    # cuDNN caches its plan by the strides of q, k, v alone: out and grad_out must always come
+    # in one layout. Neither kernel reads the random state without dropout.
+    grad_out, out, lse = grad_out.contiguous(), out.contiguous(), lse.contiguous()
+    heads = _heads_first(grad_out, q, k, v, out)
+    lengths = (q.shape[1], k.shape[1], 0.0, causal)
+    unused = torch.empty(2, dtype=torch.int64, device=q.device)
+    if backend == "cudnn":
+        grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            *heads, lse[..., None], unused[:1].view(()), unused[1:].view(()), None, None, None,
+            *lengths, scale=scale,
+        )  # fmt: skip
+    else:
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
+            *heads, lse, None, None, *lengths, unused, unused[:1], scale=scale
+        )
+    dq, dk, dv = (x.transpose(1, 2).contiguous() for x in grads)
+    delta = None if sinks is None else flash.triton_delta(grad_out, out)
+    return dq, dk, dv, _grad_sinks(sinks, lse, delta)
+
+
 _attention = operator(
     "attention(Tensor q, Tensor k, Tensor v, float scale, bool causal, int? window, "
     "Tensor? sinks, Tensor? starts, Tensor? ends) -> (Tensor, Tensor)",
     reference=ref_attention,
     fake=_fake_attention,
+    cuda=_cuda_attention,
 )
 _attention_backward = operator(
     "attention_backward(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
@@ -180,6 +272,7 @@ _attention_backward = operator(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     reference=ref_attention_backward,
     fake=_fake_attention_backward,
+    cuda=_cuda_attention_backward,
 )
 
 
