@@ -1,0 +1,123 @@
+"""From a name or a local folder to a model: built on meta, initialised parameter by parameter.
+
+Random weights depend on (seed, parameter name) only: the same FP32 numbers whatever dtype is asked
+for, whatever other parameters exist. Peak memory is the model plus one FP32 parameter.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from .config import MiMoConfig, MiMoV2Config, MiMoV2FlashConfig
+from .mimo import MODELS, Router, own_parameters
+from .presets import merge_overrides, preset_config
+
+CONFIGS = {c.model_type: c for c in (MiMoV2Config, MiMoV2FlashConfig, MiMoConfig)}
+
+
+def load_config(name_or_path: str, overrides: dict[str, Any] | None = None) -> PretrainedConfig:
+    """The configuration of a preset or of a local folder, with config keys overridden.
+
+    Raises ValueError for an unknown name or key (with the nearest one) and for a folder without
+    config.json.
+    """
+    overrides = dict(overrides or {})
+    folder = Path(name_or_path)
+    if not folder.is_dir():
+        return preset_config(name_or_path, overrides)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"model: {folder} holds no config.json")
+    keys = json.loads(path.read_text())
+    if keys.get("model_type") in CONFIGS:
+        return CONFIGS[keys["model_type"]](**merge_overrides(keys, overrides))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            near = difflib.get_close_matches(key, list(config.to_dict()), 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise ValueError(f"{config.model_type} config: unknown key {key!r}{hint}")
+        setattr(config, key, value)
+    return config
+
+
+def load_model(
+    name_or_path: str,
+    *,
+    overrides: dict[str, Any] | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    random_init: bool = False,
+) -> nn.Module:
+    """A causal language model in training mode.
+
+    `name_or_path`: a preset (always random weights) or a local Hugging Face folder (its weights, or
+    random ones with `random_init`); no code of the folder is run. `device="meta"` allocates
+    nothing. Router weights stay FP32. Raises ValueError as `load_config` does.
+    """
+    config = load_config(name_or_path, overrides)
+    ours = config.model_type in CONFIGS
+    if Path(name_or_path).is_dir() and not random_init and torch.device(device).type != "meta":
+        cls = MODELS[config.model_type] if ours else AutoModelForCausalLM
+        model = cls.from_pretrained(name_or_path, config=config, dtype=dtype)
+        return model.to(device).train()
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = MODELS[config.model_type](config) if ours else _foreign(config)
+    model = model.to(dtype)
+    if torch.device(device).type != "meta":
+        if ours:
+            initialise(model, seed=seed, device=device)
+        else:
+            torch.manual_seed(seed)
+            model = _foreign(config).to(dtype).to(device)
+    return model.train()
+
+
+def _foreign(config: PretrainedConfig) -> nn.Module:
+    return AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=torch.float32)
+
+
+def initial_value(
+    name: str, shape: torch.Size, std: float, *, seed: int, device: str | torch.device
+) -> Tensor:
+    """FP32 N(0, std^2) values of the parameter called `name`; the same for the same arguments."""
+    generator = torch.Generator(device=device)
+    generator.manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    value = torch.empty(shape, dtype=torch.float32, device=device)
+    return value.normal_(0.0, std, generator=generator)
+
+
+@torch.no_grad()
+def initialise(model: nn.Module, *, seed: int, device: str | torch.device) -> nn.Module:
+    """Give every parameter and buffer of a MiMo model on meta its starting value, in its dtype.
+
+    Weights N(0, initializer_range^2), norms one, biases zero. Tied weights stay tied.
+    """
+    std = model.config.initializer_range
+    done: dict[int, nn.Parameter] = {}
+    for prefix, module in model.named_modules():
+        random = {id(p) for p in own_parameters(module)}
+        for name, old in list(module.named_parameters(prefix, recurse=False)):
+            if id(old) not in done:
+                matrix = isinstance(module, nn.Linear | nn.Embedding) and old.dim() == 2
+                if matrix or id(old) in random:
+                    value = initial_value(name, old.shape, std, seed=seed, device=device)
+                else:
+                    fill = 0.0 if name.endswith(".bias") else 1.0
+                    value = torch.full(old.shape, fill, device=device)
+                new = nn.Parameter(value.to(old.dtype), requires_grad=old.requires_grad)
+                done[id(old)] = new
+            setattr(module, name.rpartition(".")[2], done[id(old)])
+        if isinstance(module, Router):
+            module.e_score_correction_bias = torch.zeros(module.num_experts, device=device)
+    return model

@@ -1,0 +1,218 @@
+"""Router and experts of a MoE layer in plain PyTorch, and the bias that balances them.
+
+T tokens, k experts a token, E experts, h hidden, f expert width, P = T * k rows in expert order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+
+def in_backward() -> bool:
+    """Whether autograd is running a backward pass here: a forward then is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
+
+
+class Router(nn.Module):
+    """Sigmoid router with a correction bias that only selects. FP32 throughout, autocast or not.
+
+    `tokens_per_expert` counts selections since the last bias update: int64 [E], None before the
+    first; each token once, whether its layer is recomputed or not.
+    """
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.top_k = config.num_experts_per_tok
+        self.num_experts = config.n_routed_experts
+        self.norm_topk_prob = config.norm_topk_prob
+        scale = config.routed_scaling_factor
+        self.routed_scaling_factor = 1.0 if scale is None else scale
+        self.sequence_loss_weight = config.sequence_loss_weight
+        self.frozen = False
+        self.weight = nn.Parameter(
+            torch.empty(self.num_experts, config.hidden_size, dtype=torch.float32)
+        )
+        bias = torch.zeros(self.num_experts, dtype=torch.float32)
+        self.register_buffer("e_score_correction_bias", bias)
+        self.tokens_per_expert: Tensor | None = None
+        self.sequence_loss: Tensor | None = None
+
+    def _apply(self, fn, recurse=True):
+        """Follow every move but no change of dtype: `model.to(bfloat16)` leaves the router FP32."""
+
+        def keep_fp32(t: Tensor) -> Tensor:
+            moved = fn(t)
+            if t.dtype == torch.float32 and moved.dtype in (torch.bfloat16, torch.float16):
+                return t.to(moved.device)
+            return moved
+
+        super()._apply(keep_fp32, recurse)
+        if self.tokens_per_expert is not None:
+            self.tokens_per_expert = self.tokens_per_expert.to(self.weight.device)
+        return self
+
+    def forward(self, x_BTh: Tensor) -> tuple[Tensor, Tensor]:
+        """x [..., T, h] -> expert numbers [tokens, k] int64 and their weights [tokens, k] FP32."""
+        tokens = x_BTh.reshape(-1, x_BTh.shape[-1])
+        with torch.autocast(x_BTh.device.type, enabled=False):
+            score = F.linear(tokens.float(), self.weight.float()).sigmoid()
+            index = (score + self.e_score_correction_bias).topk(self.top_k, dim=-1, sorted=False)[1]
+            weight = score.gather(1, index)
+            if self.norm_topk_prob:
+                weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
+            weight = weight * self.routed_scaling_factor
+            if self.training:
+                self._observe(score, index, x_BTh.shape[-2])
+        return index, weight
+
+    def _observe(self, score: Tensor, index: Tensor, length: int) -> None:
+        """Count the selections and, if weighted, form the sequence loss."""
+        count = torch.zeros(
+            index.shape[0] // length, self.num_experts, dtype=torch.int64, device=index.device
+        )
+        sequence = index.view(-1, length * self.top_k)
+        count.scatter_add_(1, sequence, torch.ones_like(sequence))
+        loss = None
+        if self.sequence_loss_weight:
+            share = (score / score.sum(-1, keepdim=True)).view(-1, length, self.num_experts).mean(1)
+            load = count.float() * (self.num_experts / (self.top_k * length))
+            loss = self.sequence_loss_weight * (load * share).sum(-1).mean()
+        if in_backward():
+            return
+        self.sequence_loss = loss
+        count = count.sum(0)
+        past = self.tokens_per_expert
+        self.tokens_per_expert = count if past is None else past + count
+
+
+@torch.no_grad()
+def update_router_bias(model: nn.Module, rate: float, group=None) -> dict[str, Tensor]:
+    """After an optimizer step: push each router's bias towards even load, and zero the counters.
+
+    Loads are summed over `group` (the default process group where one exists). bias += rate *
+    (sign(mean - load), centred); selection does not see a common shift. A frozen router only has
+    its counter cleared. Returns per router name the global load, int64 [E].
+    """
+    loads = {}
+    for name, router in model.named_modules():
+        if not isinstance(router, Router) or router.tokens_per_expert is None:
+            continue
+        load, router.tokens_per_expert = router.tokens_per_expert, None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.all_reduce(load, group=group)
+        loads[name] = load
+        if not router.frozen and rate:
+            load = load.to(torch.float32)
+            step = (load.mean() - load).sign() * rate
+            router.e_score_correction_bias += step - step.mean()
+    return loads
+
+
+def load_statistics(loads: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Per router: coefficient of variation, peak over mean, share of experts with no token."""
+    out = {}
+    for name, load in loads.items():
+        load = load.float()
+        mean = load.mean().clamp_min(1e-9)
+        cold = (load == 0).float().mean()
+        out[name] = torch.stack([load.std(correction=0) / mean, load.max() / mean, cold])
+    return out
+
+
+def freeze_router(model: nn.Module, frozen: bool = True) -> None:
+    """Stop (or resume) training of every router's weight and of its bias."""
+    for router in model.modules():
+        if isinstance(router, Router):
+            router.frozen = frozen
+            router.weight.requires_grad_(not frozen)
+
+
+class _Gather(torch.autograd.Function):
+    """x_Th -> its rows in expert order, [P, h]; backward sums a token's k rows in a fixed order."""
+
+    @staticmethod
+    def forward(ctx, x_Th, order_P, inverse_P, top_k):
+        ctx.save_for_backward(inverse_P)
+        ctx.top_k = top_k
+        return x_Th[order_P // top_k]
+
+    @staticmethod
+    def backward(ctx, grad_Ph):
+        (inverse,) = ctx.saved_tensors
+        return grad_Ph[inverse].unflatten(0, (-1, ctx.top_k)).sum(1), None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """Rows in expert order -> tokens: each token's k rows summed, [T, h]."""
+
+    @staticmethod
+    def forward(ctx, y_Ph, order_P, inverse_P, top_k):
+        ctx.save_for_backward(order_P)
+        ctx.top_k = top_k
+        return y_Ph[inverse_P].unflatten(0, (-1, top_k)).sum(1)
+
+    @staticmethod
+    def backward(ctx, grad_Th):
+        (order,) = ctx.saved_tensors
+        return grad_Th[order // ctx.top_k], None, None, None
+
+
+class Experts(nn.Module):
+    """E gated MLPs as two 3-D parameters; a token's weight multiplies the inner activation."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.num_experts = config.n_routed_experts
+        self.hidden_size = config.hidden_size
+        self.intermediate_size = config.moe_intermediate_size
+        shape = (self.num_experts, 2 * self.intermediate_size, self.hidden_size)
+        self.gate_up_proj = nn.Parameter(torch.empty(shape))
+        shape = (self.num_experts, self.hidden_size, self.intermediate_size)
+        self.down_proj = nn.Parameter(torch.empty(shape))
+        self.act_fn = ACT2FN[config.hidden_act]
+
+    def forward(self, x_Th: Tensor, topk_index: Tensor, topk_weight: Tensor) -> Tensor:
+        """[T, h] from tokens, their expert numbers [T, k] and weights [T, k] (FP32)."""
+        top_k = topk_index.shape[1]
+        expert, order = topk_index.flatten().sort(stable=True)
+        inverse = order.argsort()
+        device = x_Th.device.type
+        if torch.is_autocast_enabled(device):
+            x_Th = x_Th.to(torch.get_autocast_dtype(device))
+        counts = torch.bincount(expert, minlength=self.num_experts)
+        x_Ph = _Gather.apply(x_Th, order, inverse, top_k)
+        weight = topk_weight.flatten()[order].unsqueeze(-1)
+        y_Ph = self._mlp(x_Ph, weight, counts)
+        return _Combine.apply(y_Ph, order, inverse, top_k)
+
+    def _mlp(self, x_Ph: Tensor, weight_P1: Tensor, counts_E: Tensor) -> Tensor:
+        """Every expert's MLP on its rows."""
+        if x_Ph.is_cuda and x_Ph.dtype == torch.bfloat16:
+            ends = counts_E.cumsum(0).to(torch.int32)
+            multiply = lambda a, w: F.grouped_mm(a, w.to(a.dtype).mT, offs=ends)  # noqa: E731
+        else:
+            sizes = counts_E.tolist()
+            multiply = lambda a, w: torch.cat(  # noqa: E731
+                [F.linear(part, w[e]) for e, part in enumerate(a.split(sizes))]
+            )
+        gate, up = multiply(x_Ph, self.gate_up_proj).chunk(2, dim=-1)
+        inner = self.act_fn(gate) * up
+        return multiply((inner * weight_P1).to(inner.dtype), self.down_proj)
+
+
+class MoE(nn.Module):
+    """A router and its experts, in place of a layer's MLP."""
+
+    def __init__(self, config) -> None:
+        super().__init__()
+        self.gate = Router(config)
+        self.experts = Experts(config)
+
+    def forward(self, x_BTh: Tensor) -> Tensor:
+        """[B, T, h] -> [B, T, h]."""
+        index, weight = self.gate(x_BTh)
+        y = self.experts(x_BTh.reshape(-1, x_BTh.shape[-1]), index, weight)
+        return y.view(x_BTh.shape).to(x_BTh.dtype)
