@@ -225,13 +225,13 @@ class PackedSequences:
     def __len__(self) -> int:
         return len(self.stream.tokens) // self.length
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """(token ids int64 [T], document number int32 [T], tokens that are not padding)."""
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids int64 [T], document number int32 [T])."""
         begin = index * self.length
         where = np.arange(begin, begin + self.length)
         documents = np.searchsorted(self.stream.starts, where, side="right") - 1
         ids = self.stream.tokens[begin : begin + self.length].astype(np.int64)
-        return ids, documents.astype(np.int32), self.length
+        return ids, documents.astype(np.int32)
 
     def fingerprint(self) -> int:
         """A number that changes with any token or boundary."""
@@ -247,15 +247,15 @@ class SeparateSequences:
     def __len__(self) -> int:
         return len(self.stream.starts) - 1
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """(token ids int64 [T], document number int32 [T], tokens that are not padding)."""
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids int64 [T], document number int32 [T])."""
         begin, end = self.stream.starts[index : index + 2]
         size = min(int(end - begin), self.length)
         ids = np.full(self.length, self.separator, np.int64)
         ids[:size] = self.stream.tokens[begin : begin + size]
         documents = np.full(self.length, -1, np.int32)
         documents[:size] = index
-        return ids, documents, size
+        return ids, documents
 
     def fingerprint(self) -> int:
         """A number that changes with any token or boundary."""
@@ -271,11 +271,11 @@ class RandomSequences:
     def __len__(self) -> int:
         return 2**40  # never runs out
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray, int]:
-        """(token ids int64 [T], document number 0 int32 [T], T)."""
+    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids int64 [T], document number 0 int32 [T])."""
         draw = np.random.Generator(np.random.Philox(key=[self.seed, 2 * index + self.side]))
         ids = draw.integers(0, self.vocab_size, self.length, dtype=np.int64)
-        return ids, np.zeros(self.length, np.int32), self.length
+        return ids, np.zeros(self.length, np.int32)
 
     def fingerprint(self) -> int:
         """A number that changes with the vocabulary, the seed or the side."""
@@ -335,7 +335,7 @@ class Loader:
         int32 [B, T], -1 on padding; num_valid: labels that count.
         """
         rows = [self._sequence(position + i) for i in range(size or self.batch)]
-        ids, documents = (np.stack([row[k] for row in rows]) for k in (0, 1))
+        ids, documents = (np.stack(column) for column in zip(*rows, strict=True))
         labels = ids.copy()
         labels[:, 0] = IGNORE
         labels[:, 1:][documents[:, 1:] != documents[:, :-1]] = IGNORE
@@ -353,7 +353,7 @@ class Loader:
         for begin in range(0, total, self.batch):
             yield self.batch_at(begin, min(self.batch, total - begin))
 
-    def _sequence(self, number: int) -> tuple[np.ndarray, np.ndarray, int]:
+    def _sequence(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         epoch, index = divmod(number, len(self.sequences))
         if self.shuffle:
             if self._order[0] != epoch:
