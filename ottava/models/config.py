@@ -33,6 +33,9 @@ class Attention:
     fused: bool
 
 
+# MiMo-V2.5-Pro's layers: 0 attends to everything, 1 to a window. Irregular: listed, not computed.
+PRO_PATTERN = [0, *[1] * 6] + [0, *[1] * 7] * 6 + [0, *[1] * 6] * 2 + [0]
+
 # Keys that carry no meaning for the text model: bookkeeping of the library, other modalities.
 _BOOKKEEPING = {
     "architectures", "auto_map", "model_type", "name_or_path", "torch_dtype", "transformers_version",
@@ -176,7 +179,9 @@ class MiMoV2Config(PretrainedConfig):
         super().__post_init__(**kwargs)
 
     def _default_pattern(self) -> list[int]:
-        raise ValueError("mimo_v2 config: hybrid_layer_pattern is missing (0 full, 1 window)")
+        if self.num_hidden_layers != len(PRO_PATTERN):
+            raise ValueError("mimo_v2 config: hybrid_layer_pattern is missing (0 full, 1 window)")
+        return list(PRO_PATTERN)
 
     def _read_library_spelling(self, kwargs: dict[str, Any]) -> None:
         """Take layer_types / mlp_layer_types / rope_parameters as transformers spells them."""

@@ -7,9 +7,8 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from .config import MiMoConfig, MiMoV2Config, MiMoV2FlashConfig
+from .config import PRO_PATTERN, MiMoConfig, MiMoV2Config, MiMoV2FlashConfig
 
-_PRO_PATTERN = [0, *[1] * 6] + [0, *[1] * 7] * 6 + [0, *[1] * 6] * 2 + [0]
 _PROXY_BLOCK = [0, *[1] * 6]
 
 
@@ -43,7 +42,7 @@ _DEMO = dict(
 PRESETS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mimo-v2.5-pro": (
         MiMoV2Config,
-        {"hybrid_layer_pattern": _PRO_PATTERN, "attention_value_scale": 0.612},
+        {"attention_value_scale": 0.612},
     ),
     "mimo-v2.5": (
         MiMoV2Config,
@@ -72,7 +71,7 @@ PRESETS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "pro-8L-E128": _proxy(6144, 8, 128, 8, 128, 2048, 16_384, 152_576),
     # layers 0-5 of Pro with 32 experts: the W4 workload
     "pro-6L-E32": _proxy(
-        6144, 6, 128, 8, 32, 2048, 16_384, 152_576, hybrid_layer_pattern=_PRO_PATTERN[:6]
+        6144, 6, 128, 8, 32, 2048, 16_384, 152_576, hybrid_layer_pattern=PRO_PATTERN[:6]
     ),
     # hidden, layers, heads, KV heads, MLP width, vocabulary
     "dense-w1": _dense(2048, 20, 16, 16, 8192, 32_000),
