@@ -45,8 +45,6 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_y, *_):
         saved, scale, rstd, weight_H, bias_H = ctx.saved_tensors
-        if ctx.how is not None and ctx.how.history is not None:
-            ctx.how.history.mark_backward()
         if scale is not None:
             kept = ctx.how.kept(saved, scale)
             if kept.is_cols:  # scales run along tokens: the values, for the length of this call

@@ -15,6 +15,7 @@ import weakref
 from dataclasses import dataclass
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels import cast as cast_kernels
@@ -99,9 +100,8 @@ def codes_of(x: torch.Tensor, cast: Cast, how) -> tuple[Quantized, Kept]:
 class AmaxHistory:
     """Delayed scaling's memory of one module: amax per operand over the last steps, on device.
 
-    `pending` collects the maximum over all calls of the running step; `commit` (after a real
-    optimizer step) moves it into the history. A step that was skipped commits nothing, so it
-    leaves no trace; the next training forward starts a fresh pending row.
+    `pending` collects the maximum over all calls of the running step (every micro-batch);
+    `commit`, after a real optimizer step, moves it into the history; `discard` drops it.
     """
 
     OPERANDS = ("input", "weight", "grad_output")
@@ -111,7 +111,6 @@ class AmaxHistory:
         self.pending = torch.zeros(3, device=device)
         self.ready = [False] * 3  # operands whose history holds at least one real step
         self._seen = [False] * 3
-        self._backward_seen = False
 
     @classmethod
     def of(cls, known: AmaxHistory | None, history: int, parameter: torch.Tensor) -> AmaxHistory:
@@ -138,17 +137,8 @@ class AmaxHistory:
 
     def record(self, operand: int, amax: torch.Tensor) -> None:
         """Note the amax of one call of the running step."""
-        if operand == 0 and self._backward_seen:  # the last step was skipped: it leaves no trace
-            self.pending = torch.zeros_like(self.pending)
-            self._backward_seen = False
-        if operand == 2:
-            self.mark_backward()
         self._seen[operand] = True
         self.pending[operand] = torch.maximum(self.pending[operand], amax[0])
-
-    def mark_backward(self) -> None:
-        """The running step has reached its backward: the next forward belongs to another step."""
-        self._backward_seen = True
 
     def commit(self) -> None:
         """End of a real step: the newest entry is this step's amax. Non-finite ones are dropped."""
@@ -157,7 +147,10 @@ class AmaxHistory:
         self.amax = torch.where(good[:, None], rolled, self.amax)
         self.pending = torch.zeros_like(self.pending)
         self.ready = [a or b for a, b in zip(self.ready, self._seen, strict=True)]
-        self._backward_seen = False
+
+    def discard(self) -> None:
+        """The running step was skipped: it leaves no trace."""
+        self.pending = torch.zeros_like(self.pending)
 
     def resized(self, history: int) -> AmaxHistory:
         """The same memory with another length: the most recent entries kept, zeros appended."""
@@ -181,6 +174,13 @@ def commit_amax(parameters) -> None:
             history.commit()
 
 
+def discard_amax(parameters) -> None:
+    """A step over `parameters` was skipped: drop what delayed scaling noted of it."""
+    for parameter in parameters if len(_histories) else ():
+        for history in _histories.get(parameter, ()):
+            history.discard()
+
+
 def _after_step(optimizer: torch.optim.Optimizer, _args, _kwargs) -> None:
     clock.step += 1
     commit_amax(p for group in optimizer.param_groups for p in group["params"])
@@ -194,4 +194,4 @@ class Clock:
 
 
 clock = Clock()
-torch.optim.optimizer.register_optimizer_step_post_hook(_after_step)
+register_optimizer_step_post_hook(_after_step)

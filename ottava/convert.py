@@ -1,0 +1,176 @@
+"""Apply a plan to a model, in place, by swapping classes; and take it back.
+
+A converted module keeps its parameters (the same objects), names, hooks and state_dict keys: only
+`module.__class__` and the settings of its row change. So tying, optimizers made before, wrappers
+and `save_pretrained` all keep working, and `revert` gives the plain model back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from .kernels.gemm import has_fp8_unit
+from .layers import attention as attention_layer
+from .layers.embedding import Embedding
+from .layers.experts import Experts
+from .layers.head import ChunkedCausalLM
+from .layers.linear import Linear
+from .layers.mlp import GatedMLP
+from .layers.norm import LayerNorm, RMSNorm
+from .numerics.policy import Plan, Policy, Row, get_policy, original_class, resolve
+from .numerics.recipe import Recipe, get_recipe
+
+_CLASSES = {
+    "linear": Linear,
+    "head": Linear,
+    "norm": RMSNorm,
+    "layernorm": LayerNorm,
+    "mlp": GatedMLP,
+    "experts": Experts,
+    "attention": attention_layer.Attention,
+    "embedding": Embedding,
+}
+
+
+def plan(
+    model: nn.Module,
+    recipe: str | Recipe = "tensor",
+    keep: Iterable[str] = (),
+    *,
+    policy: str | Policy = "default",
+    first_last_high: bool = False,
+    recompute: str = "none",
+    device: torch.device | str | None = None,
+) -> Plan:
+    """The plan for `model`: a row per module, with a recipe, or the reason why it stays high.
+
+    keep: globs over module names ("*lm_head") that stay in high precision, added to the policy's.
+    recompute: "none", "mlp" or "layer". device: where it will run (default: where it is), which
+    decides only whether FP8 GEMMs are real or emulated.
+    Raises ValueError for unknown names, and when FP8 was asked for and nothing is eligible.
+    """
+    if isinstance(keep, str):
+        raise ValueError(f"keep: give a list of globs, not the string {keep!r}")
+    if recompute not in ("none", "mlp", "layer"):
+        raise ValueError(f"recompute: {recompute!r} is not one of none, mlp, layer")
+    chosen = get_policy(
+        policy, recipe=get_recipe(recipe), keep=tuple(keep), first_last_high=first_last_high
+    )
+    if device is None:
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    emulated = chosen.recipe.any_fp8 and not has_fp8_unit(device)
+    return resolve(model, chosen, emulated=emulated, recompute=recompute)
+
+
+def convert(
+    model: nn.Module,
+    plan: Plan | None = None,
+    *,
+    recipe: str | Recipe = "tensor",
+    keep: Iterable[str] = (),
+    policy: str | Policy = "default",
+    activations: torch.dtype | None = None,
+) -> nn.Module:
+    """Apply `plan` (or plan with `recipe`, `keep`, `policy`, and apply) in place; returns `model`.
+
+    activations: dtype of the embedding's output, so of the residual stream (None: as it is).
+    A second call with the same plan changes nothing. Raises ValueError when the plan does not fit
+    the model, before anything is changed.
+    """
+    if plan is None:
+        plan = _plan(model, recipe, keep, policy=policy)
+    modules = dict(model.named_modules())
+    for row in plan.rows:
+        if row.name not in modules:
+            raise ValueError(f"convert: the plan has a row {row.name!r} that the model has not")
+        weight = getattr(modules[row.name], "weight", None)
+        if isinstance(weight, nn.Parameter) and row.shape and tuple(weight.shape) != row.shape:
+            raise ValueError(
+                f"convert: {row.name} is {tuple(weight.shape)} here and {row.shape} in the plan; "
+                "convert before sharding, with the plan made from this model"
+            )
+    for number, row in enumerate(plan.rows):
+        _apply(modules[row.name], row, plan, number, activations)
+    model._ottava_plan = plan
+    return model
+
+
+_plan = plan
+
+
+def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) -> None:
+    if row.reason.startswith("kept by"):
+        return _tag_parameters(module, row, number)
+    if row.kind == "causal_lm":
+        return _swap_causal_lm(module)
+    if row.kind == "attention" and original_class(module).__module__.startswith("transformers."):
+        return attention_layer.convert_hf(module, row.recipe, _out_cast(row, plan))
+    target = _CLASSES.get(row.kind)
+    if target is None or (row.recipe is None and row.kind in ("mlp", "attention", "experts")):
+        return _tag_parameters(module, row, number)
+    if row.kind == "linear" and row.recipe is None and original_class(module) is not nn.Linear:
+        return None
+    settings: dict = {"recipe": row.recipe}
+    if row.kind == "mlp":
+        settings["recompute"] = plan.recompute == "mlp"
+    elif row.kind == "attention":
+        settings["out_cast"] = _out_cast(row, plan)
+    elif row.kind == "embedding":
+        settings = {"compute_dtype": activations}
+    _swap(module, target, settings)
+    return _tag_parameters(module, row, number)
+
+
+def _out_cast(row: Row, plan: Plan):
+    """The cast of the linear that reads an attention's output (o_proj beside the core), or None."""
+    parent = row.name if row.name.endswith("attn") else row.name.rpartition(".")[0]
+    readers = [r for r in plan.rows if r.name == f"{parent}.o_proj"]
+    recipe = readers[0].recipe if readers else None
+    return recipe.input if recipe and recipe.keeps_codes and not recipe.delayed else None
+
+
+def _swap(module: nn.Module, target: type, settings: dict) -> None:
+    if not isinstance(module, target):
+        module.__dict__["_ottava_class"] = type(module)
+        module.__class__ = target
+    for name, value in settings.items():
+        module.__dict__[name] = value
+    known = module.__dict__.get("_ottava_settings", ())
+    module.__dict__["_ottava_settings"] = tuple({*known, *settings})
+
+
+def _swap_causal_lm(model: nn.Module) -> None:
+    cls = type(model)
+    if not issubclass(cls, ChunkedCausalLM):
+        model.__dict__["_ottava_class"] = cls
+        # The same name, so that save_pretrained writes the plain architecture.
+        model.__class__ = type(cls.__name__, (ChunkedCausalLM, cls), {"__module__": cls.__module__})
+
+
+def _tag_parameters(module: nn.Module, row: Row, number: int) -> None:
+    """Tell the optimizer which parameters are FP8 GEMM weights, and which must stay FP32."""
+    for index, (_, parameter) in enumerate(module.named_parameters(recurse=False)):
+        parameter._ottava_stream = 16 * number + index
+        fp8 = row.recipe is not None and row.recipe.any_fp8 and row.kind in ("linear", "experts")
+        parameter._ottava_cast = row.recipe.weight if fp8 and parameter.dim() > 1 else None
+        parameter._ottava_fp32 = row.kind == "router"
+
+
+def revert(model: nn.Module) -> nn.Module:
+    """Swap every converted module back; parameters stay the same objects. Returns `model`."""
+    for module in model.modules():
+        original = module.__dict__.pop("_ottava_class", None)
+        if original is not None:
+            module.__class__ = original
+        for name in module.__dict__.pop("_ottava_settings", ()):
+            module.__dict__.pop(name, None)
+        for parameter in module.parameters(recurse=False):
+            for tag in ("_ottava_stream", "_ottava_cast", "_ottava_fp32"):
+                parameter.__dict__.pop(tag, None)
+        module.__dict__.pop("_history", None)
+        module.__dict__.pop("_ottava_plan", None)
+    attention_layer.revert_hf(model)
+    return model
