@@ -96,6 +96,13 @@ class How:
             self.history.record(operand, known["amax_out"])
         return out
 
+    def input_cols(self, x_MK: torch.Tensor, amax: torch.Tensor | None = None) -> Quantized:
+        """Codes of the input's columns for grad_weight, from values that backward has again.
+        Its scale is current also where the forward's was delayed; nothing is recorded."""
+        cast = self.recipe.input
+        amax = amax if cast.granularity == "tensor" else None
+        return cast_kernels.quantize(x_MK.t(), cast, amax=amax, key=self._key(cast, 0))
+
     def _key(self, cast: Cast, operand: int) -> int:
         if cast.rounding == "nearest":
             return 0
@@ -174,7 +181,7 @@ class LinearFunction(torch.autograd.Function):
         if wants_w:
             x = kept if kept_scale is None else how.weight_operand(how.kept(kept, kept_scale))
             if kept_scale is None and how.recipe.grad_weight.fp8:
-                x = cast_kernels.quantize(kept.t(), how.recipe.input)
+                x = how.input_cols(kept)
             grad_w = how.grad_weight(grad_MN, cols, x, weight)
         if wants_b:
             grad_b = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)

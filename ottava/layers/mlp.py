@@ -54,7 +54,7 @@ class GatedMLPFunction(torch.autograd.Function):
         grad_down = None
         if wants_w[2]:
             if how_down.recipe.grad_weight.fp8:
-                h = cast_kernels.quantize(h.t(), how_down.recipe.input, amax=amaxes[2])
+                h = how_down.input_cols(h, amaxes[2])
             grad_down = how_down.grad_weight(grad_MH, cols, h, w_down)
         del h, cols
         x = how_gate.weight_operand(kept)
