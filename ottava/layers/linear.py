@@ -40,11 +40,9 @@ def weight_values(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _stored_codes(weight: torch.Tensor, cast: Cast) -> Quantized | None:
     """The codes that the parameter already is (split master), where they are of this cast."""
-    if not isinstance(weight, SplitParameter) or not weight.is_codes:
+    if not isinstance(weight, SplitParameter) or weight.cast != cast:
         return None
-    if cast.granularity != "tensor" or cast.format != "e4m3":
-        return None
-    return Quantized(weight.detach().as_subclass(torch.Tensor), weight.scale.view(1), "tensor")
+    return Quantized(weight.data, weight.scale, "tensor")
 
 
 def weight_rows(weight: torch.Tensor, cast: Cast) -> Quantized:
@@ -264,8 +262,8 @@ def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def plain_weight(module: nn.Module, destination: dict, prefix: str) -> None:
-    """Replace codes of a split master in a state dict by plain values, in the dtype that the
-    parameter had: model checkpoints hold no scales and no residuals."""
+    """Replace codes of a split master in a state dict by plain FP32 values: model
+    checkpoints hold no scales and no residuals."""
     for name, parameter in module.named_parameters(recurse=False):
         if isinstance(parameter, SplitParameter) and prefix + name in destination:
-            destination[prefix + name] = parameter.dequantize(parameter.source_dtype)
+            destination[prefix + name] = parameter.dequantize(torch.float32)
