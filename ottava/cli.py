@@ -1,0 +1,289 @@
+"""The command line: `ottava doctor | plan | compare | train | report | diagnose | export`.
+
+Exit codes: 0 done, 1 the run failed, 2 the request was wrong; 130 after Ctrl-C, 143 after SIGTERM.
+An error is one line on stderr (`ottava --debug ...` adds the traceback). With --json the result is
+one JSON object on stdout, and everything else goes to stderr.
+
+Heavy modules are imported by the command that needs them, so that --help and a wrong request
+answer at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+DONE, FAILED, REFUSED = 0, 1, 2
+
+app = typer.Typer(
+    name="ottava",
+    help="Train large language models in 8 bits: plan what fits, compare precisions, train.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False)
+
+RunFile = Annotated[Path, typer.Argument(help="A run file (TOML), such as runs/demo.toml.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="section.key=value ...: change keys of the run file.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
+
+
+class _Refused(Exception):
+    """The request was wrong; the cause says why."""
+
+
+@contextmanager
+def _request() -> Iterator[None]:
+    """What goes wrong inside is the request's fault (exit code 2), not the run's."""
+    from .train.checkpoint import CheckpointError
+
+    try:
+        yield
+    except (ValueError, OSError, ImportError, CheckpointError) as error:
+        raise _Refused from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and return its exit code. Never raises."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    debug = "--debug" in arguments
+    try:
+        code = app([a for a in arguments if a != "--debug"], "ottava", standalone_mode=False)
+    except _Refused as refused:
+        return _say(refused.__cause__, REFUSED, debug)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output left
+        sys.stderr.close()
+        return DONE
+    except Exception as error:
+        if hasattr(error, "format_message"):  # typer's own: unknown command, option, argument
+            return _say(error, REFUSED, debug)
+        if type(error).__name__ == "Abort":
+            return 130
+        return _say(error, FAILED, debug)
+    return code if isinstance(code, int) else DONE
+
+
+def _say(error: BaseException | None, code: int, debug: bool) -> int:
+    """One line on stderr; the exit code."""
+    if debug and error is not None:
+        traceback.print_exception(error, file=sys.stderr)
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    text = " ".join(message.split()) or type(error).__name__
+    if code == FAILED and not isinstance(error, RuntimeError | OSError):
+        text = f"{type(error).__name__}: {text}"
+    print(f"ottava: {text}", file=sys.stderr)
+    return code
+
+
+def _print_json(value: Any) -> None:
+    """Strict JSON on stdout: a number that is not finite becomes null."""
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, float):
+            return x if math.isfinite(x) else None
+        if isinstance(x, dict):
+            return {str(k): plain(v) for k, v in x.items()}
+        if isinstance(x, list | tuple):
+            return [plain(v) for v in x]
+        return x if x is None or isinstance(x, bool | int | str) else str(x)
+
+    print(json.dumps(plain(value), allow_nan=False))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from .bench.machine import version_of
+
+        print(f"ottava {version_of('ottava') or '(not installed)'}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    debug: Annotated[
+        bool, typer.Option("--debug", help="With an error, also print its traceback.")
+    ] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Train large language models in 8 bits: plan what fits, compare precisions, train."""
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
+    """Say what this machine can do, which presets it gets and why, and what is missing."""
+    from .doctor import examine
+
+    facts = examine()
+    if as_json:
+        _print_json(facts)
+        return
+    out.print("  ".join(f"{k} {v}" for k, v in facts["versions"].items() if v))
+    cpu = facts["cpu"]
+    out.print(f"CPU  {cpu['name']}, {cpu['cores']} cores, {cpu['memory_gib']} GiB")
+    for gpu in facts["gpus"]:
+        capability = ".".join(map(str, gpu["capability"]))
+        unit = "has" if gpu["fp8_unit"] else "has no"
+        out.print(
+            f"GPU  {gpu['name']}, {gpu['memory_gib']} GiB, capability {capability}: {unit} FP8 unit"
+        )
+    if not facts["gpus"]:
+        out.print("GPU  none that torch can use")
+    table = Table("preset", "here", "why", box=None, pad_edge=False)
+    for name, row in facts["presets"].items():
+        table.add_row(name, row["support"], row["why"])
+    out.print(table)
+    for name, row in facts["optional"].items():
+        found = row["version"] or f"not installed ({row['for']}): {row['install']}"
+        out.print(f"{name}: {found}", markup=False)
+    for problem in facts["problems"]:
+        out.print(f"PROBLEM  {problem}", markup=False)
+
+
+@app.command()
+def plan(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    preset: Annotated[str, typer.Option(help="Plan for this preset instead of the file's.")] = "",
+    as_json: Json = False,
+) -> None:
+    """Say, before anything runs, what computes and is kept in what, and whether it fits."""
+    from .config import load_run
+
+    with _request():
+        run = load_run(run_file, overrides or ())
+        run = run.with_preset(preset).check() if preset else run
+        from .plans import plan_run
+
+        result = plan_run(run)
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        out.print(str(result), markup=False, soft_wrap=True)
+
+
+@app.command()
+def compare(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    presets: Annotated[
+        str, typer.Option(help="Presets to compare, with commas; all that apply unless given.")
+    ] = "",
+    as_json: Json = False,
+) -> None:
+    """Train the same run under several presets: peak memory by category, tokens/s, loss gap."""
+    from .config import load_run
+
+    with _request():
+        run = load_run(run_file, overrides or ())
+        names = [n.strip() for n in presets.split(",") if n.strip()]
+        for name in names:
+            run.with_preset(name).check()
+    raise NotImplementedError
+
+
+@app.command()
+def train(run_file: RunFile, overrides: Overrides = None, as_json: Json = False) -> int:
+    """Train. Continues from the newest checkpoint of the run's folder, if there is one.
+
+    Ctrl-C saves and ends; twice ends at once.
+    """
+    from .config import load_run
+
+    with _request():
+        run = load_run(run_file, overrides or ())
+        from .train.trainer import Trainer
+
+        trainer = Trainer(run)
+    trainer.run()
+    return DONE
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run or of a comparison.")],
+    to: Annotated[
+        Path | None,
+        typer.Option("--out", help="The file to write; report.html there unless given."),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Write one self-contained report.html: tables and plots of a run or a comparison."""
+    from .bench.report import write_report
+
+    with _request():
+        path = write_report(folder, to)
+    if as_json:
+        _print_json({"report": path})
+    else:
+        out.print(str(path), markup=False, soft_wrap=True)
+
+
+@app.command()
+def diagnose(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: Json = False
+) -> None:
+    """Say what is wrong with a run and which setting to change, from its run.jsonl.
+
+    Looks at: how the run ended, unreadable lines, a loss that is not finite, skipped steps, a loss
+    that never falls or rises again, gradient norms far above their median, saturation and underflow
+    of 8-bit casts (where recorded), a loss scale at its floor, a rising validation loss. Nothing else.
+    """
+    from .monitor.diagnose import CHECKS
+    from .monitor.diagnose import diagnose as look
+
+    with _request():
+        findings = look(folder)
+    checks = {name: check.__doc__ for name, check in CHECKS.items()}
+    if as_json:
+        _print_json({"findings": [vars(f) for f in findings], "checks": checks})
+        return
+    for f in findings:
+        out.print(
+            f"{f.level.upper()}  {f.what}\n    seen: {f.evidence}\n    try:  {f.change}",
+            markup=False,
+            soft_wrap=True,
+        )
+    out.print(f"{len(findings)} finding(s). Looked at: {'; '.join(checks.values())}.", markup=False)
+
+
+@app.command()
+def export(
+    source: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
+    to: Annotated[Path, typer.Argument(help="The folder to write; new or empty.")],
+    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    as_json: Json = False,
+) -> None:
+    """Write a checkpoint as a plain Hugging Face folder: safetensors and config.json."""
+    from .train.export import DTYPES, find_checkpoint
+    from .train.export import export as write
+
+    with _request():
+        if dtype not in DTYPES:
+            raise ValueError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
+        checkpoint, passed_over = find_checkpoint(source)
+        for reason in passed_over:
+            err.print(f"passed over: {reason}", markup=False, soft_wrap=True)
+        path = write(checkpoint.path, to, dtype=dtype)
+    if as_json:
+        _print_json({"folder": path, "step": checkpoint.step, "dtype": dtype})
+    else:
+        out.print(f"{path}: step {checkpoint.step} in {dtype}", markup=False, soft_wrap=True)

@@ -1,0 +1,123 @@
+"""What this machine can do, and what is missing: plain facts for `ottava doctor`."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from .bench.machine import version_of
+from .config import PRESETS, Preset
+
+# distribution, what it is for, the line that installs it
+OPTIONAL = {
+    "transformer-engine": ("another backend for FP8 linears", "pip install 'ottava[te]'"),
+    "deepspeed": ("several GPUs with ZeRO", "pip install 'ottava[deepspeed]'"),
+    "datasets": ("Hugging Face data sets", "pip install 'ottava[data]'"),
+    "pyarrow": (".parquet files", "pip install 'ottava[data]'"),
+    "tensorboard": ("log.tensorboard=true", "pip install 'ottava[track]'"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One CUDA device. `capability`: (major, minor); FP8 matrix units need (8, 9), BF16 (8, 0)."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_gib: float
+
+    @property
+    def fp8_unit(self) -> bool:
+        """Whether it multiplies FP8 natively (Ada, Hopper, Blackwell)."""
+        return self.capability >= (8, 9)
+
+    @property
+    def bf16_unit(self) -> bool:
+        """Whether it multiplies BF16 natively (Ampere and newer)."""
+        return self.capability >= (8, 0)
+
+
+def find_gpus() -> list[Gpu]:
+    """The CUDA devices that torch sees."""
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for i in range(torch.cuda.device_count()):
+        p = torch.cuda.get_device_properties(i)
+        gib = round(p.total_memory / 2**30, 1)
+        found.append(Gpu(name=p.name, capability=(p.major, p.minor), memory_gib=gib))
+    return found
+
+
+def preset_support(preset: Preset, gpu: Gpu | None) -> tuple[str, str]:
+    """("native" | "emulated", why) for a preset on a GPU, or on the CPU where `gpu` is None.
+
+    "emulated": right results and the preset's memory, without the speed.
+    """
+    if gpu is None:
+        if preset.compute in ("fp8", "storage"):
+            return "emulated", "no GPU: every 8-bit kernel runs as its PyTorch reference"
+        if preset.compute == "fp32":
+            return "native", ""
+        return "emulated", "no GPU: half precision is slow on most CPUs"
+    capability = ".".join(map(str, gpu.capability))
+    if preset.compute == "fp8" and not gpu.fp8_unit:
+        why = f"no FP8 unit (capability {capability}; 8.9 is needed)"
+        if gpu.bf16_unit:
+            return "emulated", f"{why}: computes in BF16 from the codes; use storage"
+        return "emulated", f"{why} and no BF16 unit"
+    if preset.compute in ("autocast-bf16", "bf16", "storage", "fp8") and not gpu.bf16_unit:
+        return "emulated", f"no BF16 unit (capability {capability}; 8.0 is needed): use amp-fp16"
+    if preset.compute == "storage":
+        return "native", "BF16 compute, everything kept for backward in 8 bits: needs no FP8 unit"
+    return "native", ""
+
+
+def examine() -> dict[str, Any]:
+    """Everything that `ottava doctor` says, as plain data (JSON).
+
+    Keys: versions, cpu, gpus, presets (name -> support, why), optional (name -> version, for,
+    install), problems (what to repair, one line each).
+    """
+    gpus = find_gpus()
+    worst = min(gpus, key=lambda g: g.capability, default=None)
+    support = {name: preset_support(preset, worst) for name, preset in PRESETS.items()}
+    versions = {"python": platform.python_version()}
+    for package in ("ottava", "torch", "triton", "transformers", "numpy", "safetensors"):
+        versions[package] = version_of(package)
+    return {
+        "versions": versions | {"cuda": torch.version.cuda},
+        "cpu": {"name": platform.machine(), "cores": os.cpu_count(), "memory_gib": _memory_gib()},
+        "gpus": [asdict(g) | {"fp8_unit": g.fp8_unit, "bf16_unit": g.bf16_unit} for g in gpus],
+        "presets": {n: {"support": how, "why": why} for n, (how, why) in support.items()},
+        "optional": {
+            name: {"version": version_of(name), "for": purpose, "install": line}
+            for name, (purpose, line) in OPTIONAL.items()
+        },
+        "problems": _problems(gpus, versions),
+    }
+
+
+def _problems(gpus: list[Gpu], versions: dict[str, str | None]) -> list[str]:
+    problems = []
+    if not gpus and shutil.which("nvidia-smi"):
+        build = "is a CPU build" if torch.version.cuda is None else "cannot reach the driver"
+        problems.append(
+            f"an NVIDIA driver is installed but torch {torch.__version__} {build}; install a torch "
+            "that matches the driver's CUDA version (nvidia-smi shows it)"
+        )
+    if gpus and versions["triton"] is None:
+        problems.append("triton is not installed, so no GPU kernel can run; pip install triton")
+    return problems
+
+
+def _memory_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    except (ValueError, OSError, AttributeError):
+        return None
