@@ -16,8 +16,9 @@ from typing import NamedTuple
 import torch
 
 from ..numerics.formats import BLOCK
-from .cast import ref_dequantize_int8, ref_quantize_int8
-from .op import operator
+from .cast import int8_encode, int8_scale, magnitude_bits, ref_dequantize_int8, ref_quantize_int8
+from .norm import raise_amax
+from .op import operator, tl, triton
 
 
 class Swiglu(NamedTuple):
@@ -80,10 +81,148 @@ def ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, row_weight, join
     grad_gate = (grad * u * (sigmoid + silu * (1.0 - sigmoid))).to(dtype)
     grad_up = (grad * silu).to(dtype)
     h = h.to(dtype)
-    amaxes = [_ref_amax(grad_gate), _ref_amax(grad_up), _ref_amax(h)]
+    amaxes = torch.cat([_ref_amax(grad_gate), _ref_amax(grad_up), _ref_amax(h)])
     if joined:
         grad_gate, grad_up = torch.cat([grad_gate, grad_up], 1), grad_h.new_empty(0)
-    return grad_gate, grad_up, h, *amaxes, grad_row_weight
+    return grad_gate, grad_up, h, amaxes, grad_row_weight
+
+
+# ---- Triton ----
+# A tile is ROWS groups of 128 neighbours in memory; group number = row * groups_per_row + group.
+
+
+@triton.jit
+def _tile_of(M, F, ROWS: tl.constexpr, GROUP: tl.constexpr):
+    """(group numbers, their rows, columns of their elements, which are inside)."""
+    per_row = tl.cdiv(F, GROUP)
+    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    m = number // per_row
+    k = ((number % per_row) * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    # Eight contiguous elements a thread for bytes too, so that all operands have one layout.
+    k = tl.max_contiguous(k, [1, 8])
+    inside = (m < M)[:, None] & (k < F)
+    return number, m, k, inside
+
+
+@triton.jit
+def _swiglu_kernel(
+    gate, up, row_weight, h, amax, gate_codes, gate_scale, up_codes, up_scale, M, F,
+    gate_stride, up_stride, KEEP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    seen = tl.load(amax)
+    number, m, k, inside = _tile_of(M, F, ROWS, GROUP)
+    wide_m = m.to(tl.int64)[:, None]
+    at = wide_m * F + k
+    g = tl.load(gate + wide_m * gate_stride + k, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + wide_m * up_stride + k, mask=inside, other=0.0).to(tl.float32)
+    v = g * tl.sigmoid(g) * u
+    if row_weight is not None:
+        v *= tl.load(row_weight + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+    out = v.to(h.dtype.element_ty)
+    tl.store(h + at, out, mask=inside)
+    raise_amax(amax, seen, _top(out))
+    if KEEP:
+        _keep_int8(g, gate_codes + at, gate_scale + number, inside, m < M)
+        _keep_int8(u, up_codes + at, up_scale + number, inside, m < M)
+
+
+@triton.jit
+def _top(v):
+    return tl.max(tl.max(magnitude_bits(v.to(tl.float32)), 1), 0)
+
+
+@triton.jit
+def _keep_int8(v, codes, scale, inside, rows_inside):
+    s = int8_scale(tl.max(magnitude_bits(v), 1))
+    tl.store(scale, s.to(tl.bfloat16), mask=rows_inside)
+    tl.store(codes, int8_encode(v * tl.div_rn(1.0, s)[:, None]), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward_kernel(
+    grad_h, gate, gate_scale, up, up_scale, row_weight, grad_gate, grad_up, h,
+    amax, row_parts, M, F, gate_stride, up_stride, grad_gate_stride, grad_up_stride,
+    ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """amax: three int32, of grad_gate, grad_up and h."""
+    seen_gate, seen_up, seen_h = tl.load(amax), tl.load(amax + 1), tl.load(amax + 2)
+    number, m, k, inside = _tile_of(M, F, ROWS, GROUP)
+    wide_m = m.to(tl.int64)[:, None]
+    at = wide_m * F + k
+    grad = tl.load(grad_h + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + wide_m * gate_stride + k, mask=inside, other=0).to(tl.float32)
+    u = tl.load(up + wide_m * up_stride + k, mask=inside, other=0).to(tl.float32)
+    if gate_scale is not None:
+        g *= tl.load(gate_scale + number, mask=m < M, other=0.0).to(tl.float32)[:, None]
+        u *= tl.load(up_scale + number, mask=m < M, other=0.0).to(tl.float32)[:, None]
+    sigmoid = tl.sigmoid(g)
+    silu = g * sigmoid
+    v = silu * u
+    if row_weight is not None:
+        tl.store(row_parts + number, tl.sum(grad * v, 1), mask=m < M)
+        r = tl.load(row_weight + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
+        v, grad = v * r, grad * r
+    out = v.to(h.dtype.element_ty)
+    tl.store(h + at, out, mask=inside)
+    raise_amax(amax + 2, seen_h, _top(out))
+    out = (grad * u * (sigmoid + silu * (1.0 - sigmoid))).to(grad_gate.dtype.element_ty)
+    tl.store(grad_gate + wide_m * grad_gate_stride + k, out, mask=inside)
+    raise_amax(amax, seen_gate, _top(out))
+    out = (grad * silu).to(grad_up.dtype.element_ty)
+    tl.store(grad_up + wide_m * grad_up_stride + k, out, mask=inside)
+    raise_amax(amax + 1, seen_up, _top(out))
+
+
+# ---- Triton wrappers: same arguments and results as the references ----
+
+_ROWS = 32  # groups a program: 16 elements a thread with 8 warps
+
+
+def _inner_contiguous(x):
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+def triton_swiglu(gate, up, row_weight, keep_codes):
+    M, F = gate.shape
+    gate, up = _inner_contiguous(gate), _inner_contiguous(up)
+    groups, device = triton.cdiv(F, BLOCK), gate.device
+    h = torch.empty(M, F, dtype=gate.dtype, device=device)
+    amax = torch.zeros(1, dtype=torch.float32, device=device)
+    kept = [gate.new_empty(0) for _ in range(4)]
+    if keep_codes:
+        kept = [
+            torch.empty(M, n, dtype=dtype, device=device)
+            for n, dtype in 2 * [(F, torch.int8), (groups, torch.bfloat16)]
+        ]
+    if h.numel():
+        _swiglu_kernel[(triton.cdiv(M * groups, _ROWS),)](
+            gate, up, row_weight, h, amax.view(torch.int32), *kept, M, F,
+            gate.stride(0), up.stride(0), KEEP=keep_codes, ROWS=_ROWS, GROUP=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return h, amax, *kept
+
+
+def triton_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, row_weight, joined):
+    M, F = grad_h.shape
+    gate, up = _inner_contiguous(gate), _inner_contiguous(up)
+    groups, device = triton.cdiv(F, BLOCK), grad_h.device
+    grad_gate = torch.empty(M, F * (1 + joined), dtype=grad_h.dtype, device=device)
+    h = torch.empty(M, F, dtype=grad_h.dtype, device=device)
+    grad_up = grad_gate[:, F:] if joined else torch.empty_like(h)
+    amaxes = torch.zeros(3, dtype=torch.float32, device=device)
+    parts = None
+    if row_weight is not None:
+        parts = torch.empty(M, groups, dtype=torch.float32, device=device)
+    if h.numel():
+        _swiglu_backward_kernel[(triton.cdiv(M * groups, _ROWS),)](
+            grad_h.contiguous(), gate, gate_scale, up, up_scale, row_weight, grad_gate, grad_up, h,
+            amaxes.view(torch.int32), parts, M, F, gate.stride(0), up.stride(0),
+            grad_gate.stride(0), grad_up.stride(0), ROWS=_ROWS, GROUP=BLOCK, num_warps=8,
+        )  # fmt: skip
+    grad_row_weight = amaxes.new_empty(0) if parts is None else parts.sum(1)
+    if joined:
+        grad_up = grad_h.new_empty(0)
+    return grad_gate, grad_up, h, amaxes, grad_row_weight
 
 
 # ---- operators ----
@@ -107,7 +246,7 @@ def _fake_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, row_weight, jo
         grad_h.new_empty(rows, 2 * cols if joined else cols),
         grad_h.new_empty(0) if joined else grad_h.new_empty(rows, cols),
         grad_h.new_empty(rows, cols),
-        *(grad_h.new_empty(1, dtype=torch.float32) for _ in range(3)),
+        grad_h.new_empty(3, dtype=torch.float32),
         grad_h.new_empty(0 if row_weight is None else rows, dtype=torch.float32),
     )
 
@@ -117,13 +256,15 @@ _swiglu = operator(
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=ref_swiglu,
     fake=_fake_swiglu,
+    cuda=triton_swiglu,
 )
 _swiglu_backward = operator(
     "swiglu_backward(Tensor grad_h, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale, "
     "Tensor? row_weight, bool joined) "
-    "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=ref_swiglu_backward,
     fake=_fake_swiglu_backward,
+    cuda=triton_swiglu_backward,
 )
 
 
@@ -143,6 +284,7 @@ def swiglu_backward(
     Scales None: gate_codes and up_codes are gate_MF and up_MF themselves. Amaxes are (1,) FP32.
     `joined` gives both gradients as one [M, 2F], for a projection that made gate and up as one.
     """
-    return SwigluGrads(
-        *_swiglu_backward(grad_h, gate_codes, gate_scale, up_codes, up_scale, row_weight, joined)
+    *grads, amaxes, grad_row_weight = _swiglu_backward(
+        grad_h, gate_codes, gate_scale, up_codes, up_scale, row_weight, joined
     )
+    return SwigluGrads(*grads, *amaxes.split(1), grad_row_weight)
