@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import torch
 
-from .op import operator
+from .op import operator, tl, triton
 
 CHUNK_BYTES = 256 * 2**20  # of logits at a time: large enough that the GEMMs run at full speed
 
@@ -32,9 +32,66 @@ def ref_softmax_loss_(logits, targets, ignore_index, z_loss, gradient):
     picked = torch.where(in_range, wide.gather(1, at).squeeze(1), torch.nan)
     loss = torch.where(valid, lse - picked + z_loss * lse.square(), 0.0)
     if gradient:
-        p = (wide - lse.unsqueeze(1)).exp_() * (1.0 + 2.0 * z_loss * lse).unsqueeze(1)
-        p.scatter_add_(1, at, torch.where(in_range, -1.0, torch.nan).unsqueeze(1))
+        gain = torch.where(in_range, 1.0 + 2.0 * z_loss * lse, torch.nan)
+        p = (wide - lse.unsqueeze(1)).exp_() * gain.unsqueeze(1)
+        p.scatter_add_(1, at, p.new_full(at.shape, -1.0))
         logits.copy_(torch.where(valid.unsqueeze(1), p, 0.0))
+    return loss
+
+
+# ---- Triton ----
+
+
+@triton.jit
+def _softmax_loss_kernel(
+    logits, targets, loss, V, stride, ignore_index, z_loss,
+    GRADIENT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One row a program: a pass for maximum and sum, and one that writes the gradient in place."""
+    m = tl.program_id(0).to(tl.int64)
+    target = tl.load(targets + m)
+    row = logits + m * stride
+    if target == ignore_index:
+        tl.store(loss + m, 0.0)
+        if GRADIENT:
+            for start in range(0, V, WIDE):
+                k = start + tl.arange(0, WIDE)
+                tl.store(row + k, tl.zeros([WIDE], logits.dtype.element_ty), mask=k < V)
+    else:
+        in_range = (target >= 0) & (target < V)
+        picked = tl.load(row + target, mask=in_range, other=float("nan")).to(tl.float32)
+        top = float("-inf")
+        total = tl.zeros([WIDE], tl.float32)
+        for start in range(0, V, WIDE):
+            k = start + tl.arange(0, WIDE)
+            v = tl.load(row + k, mask=k < V, other=float("-inf")).to(tl.float32)
+            new_top = tl.maximum(top, tl.max(v, 0))
+            # Nothing but -inf so far: subtract 0, so that exp gives 0 and not NaN.
+            base = tl.where(new_top == float("-inf"), 0.0, new_top)
+            total = total * tl.exp(top - base) + tl.exp(v - base)
+            top = new_top
+        lse = top + tl.log(tl.sum(total, 0))
+        tl.store(loss + m, lse - picked + z_loss * lse * lse)
+        if GRADIENT:
+            # Every thread has read `picked` before any writes over it.
+            tl.debug_barrier()
+            gain = tl.where(in_range, 1.0 + 2.0 * z_loss * lse, float("nan"))
+            for start in range(0, V, WIDE):
+                k = start + tl.arange(0, WIDE)
+                v = tl.load(row + k, mask=k < V, other=float("-inf")).to(tl.float32)
+                p = tl.exp(v - lse) * gain - tl.where(k == target, 1.0, 0.0)
+                tl.store(row + k, p.to(logits.dtype.element_ty), mask=k < V)
+
+
+def triton_softmax_loss_(logits, targets, ignore_index, z_loss, gradient):
+    rows, vocabulary = logits.shape
+    loss = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    if rows:
+        wide = min(max(triton.next_power_of_2(vocabulary), 16), 4096)
+        _softmax_loss_kernel[(rows,)](
+            logits, targets.contiguous(), loss, vocabulary, logits.stride(0), ignore_index, z_loss,
+            GRADIENT=gradient, WIDE=wide, num_warps=min(max(wide // 512, 1), 8),
+        )  # fmt: skip
     return loss
 
 
@@ -50,6 +107,7 @@ softmax_loss_ = operator(
     "bool gradient) -> Tensor",
     reference=ref_softmax_loss_,
     fake=_fake_softmax_loss_,
+    cuda=triton_softmax_loss_,
 )
 
 
