@@ -1,0 +1,175 @@
+"""run.jsonl: what a run did, one JSON object a line, appended and flushed line by line.
+
+Every line has `kind` and `step` (optimizer steps done when it was written; a step line's own step
+counts). Kinds and their fields:
+
+    start    version, name, preset, device, params, fp8_modules, tokens_per_step, steps, config
+    resume   from (checkpoint), skipped (checkpoints passed over, with the reason)
+    step     loss (nats per token), grad_norm (null in a fused step), lr, tokens, tok_per_s, step_ms,
+             percent (of the machine's speed, see speed.py), memory_gib (peak), stepped (bool),
+             precision ("fp8" | "high"), scale (loss scale; null without), cause (why not stepped)
+    eval     loss (validation, nats per token), ema_loss (with the running average; null without)
+    save     path
+    event    text (a switch of precision, an interruption)
+    end      status ("done" | "stopped" | "failed"), reason, seconds
+
+A non-finite number is written as the string "nan", "inf" or "-inf" (JSON has none) and read back as
+a number. A resumed run drops the lines after the step it resumes from, so the step, eval and save
+lines of an interrupted run equal those of an undisturbed one, times aside.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+VERSION = 1
+FILE = "run.jsonl"
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_TEXT = ("kind", "name", "preset", "device", "path", "from", "text", "status", "reason", "cause")
+
+
+class MetricsWriter:
+    """Appends lines to `<folder>/run.jsonl`, and scalars to TensorBoard when asked.
+
+    `after_step`: drop what is in the file beyond this step (a resumed run); None starts the file
+    anew. Raises ImportError naming the package when TensorBoard is asked for and not installed.
+    """
+
+    def __init__(
+        self, folder: str | Path, *, after_step: int | None = None, tensorboard: bool = False
+    ) -> None:
+        self.path = Path(folder) / FILE
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [] if after_step is None else _lines_until(self.path, after_step)
+        _replace(self.path, kept)
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (lives with the run)
+        self._board = _tensorboard(self.path.parent, after_step) if tensorboard else None
+
+    def write(self, kind: str, step: int, **values: Any) -> None:
+        """Append one line and flush it."""
+        line = {"kind": kind, "step": step, **values}
+        self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
+        self._file.flush()
+        if self._board is not None and kind in ("step", "eval"):
+            for name, value in values.items():
+                if isinstance(value, int | float):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def sync(self) -> None:
+        """Have every line on the disk, before a checkpoint that counts on it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Flush and close; writing afterwards is an error."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+@dataclass
+class Metrics:
+    """What could be read of a run. `problems` says what could not, one line each."""
+
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        """The lines of one kind, in order."""
+        return [line for line in self.lines if line["kind"] == kind]
+
+    def series(self, kind: str, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of a number over a kind's lines, leaving out the lines without it."""
+        have = [x for x in self.of(kind) if isinstance(x.get(name), int | float)]
+        return [x["step"] for x in have], [float(x[name]) for x in have]
+
+
+def read_metrics(folder: str | Path) -> Metrics:
+    """Read a run folder's run.jsonl (or the file itself): whatever is readable, and what is not.
+
+    A half-written last line, a broken line, a missing file, another version: said in `problems`.
+    """
+    path = Path(folder)
+    path = path / FILE if path.is_dir() or path.suffix != ".jsonl" else path
+    out = Metrics()
+    if not path.exists():
+        out.problems.append(f"{path}: there is no such file, so no metrics")
+        return out
+    rows = path.read_bytes().split(b"\n")
+    for number, row in enumerate(rows, 1):
+        if not row.strip():
+            continue
+        line = _parse(row)
+        if line is None:
+            last = number == len(rows)
+            what = "half-written (the run was killed)" if last else "not a metrics line"
+            out.problems.append(f"{path}:{number}: {what}; left out")
+            continue
+        if line["kind"] == "start" and line.get("version") != VERSION:
+            out.problems.append(
+                f"{path}:{number}: written by metrics version {line.get('version')}, this is "
+                f"{VERSION}; fields may be missing"
+            )
+        out.lines.append(line)
+    return out
+
+
+def _parse(row: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(row)
+    except ValueError:
+        return None
+    if not isinstance(line, dict) or not isinstance(line.get("kind"), str):
+        return None
+    if not isinstance(line.get("step"), int):
+        return None
+    return {
+        k: _NON_FINITE.get(v, v) if isinstance(v, str) and k not in _TEXT else v
+        for k, v in line.items()
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
+    if isinstance(value, dict):
+        return {str(k): _plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(v) for v in value]
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return str(value)
+
+
+def _lines_until(path: Path, step: int) -> list[bytes]:
+    """The file's whole lines up to `step`; what is broken or later is left out."""
+    if not path.exists():
+        return []
+    rows = [(row, _parse(row)) for row in path.read_bytes().split(b"\n")]
+    return [row for row, line in rows if line is not None and line["step"] <= step]
+
+
+def _replace(path: Path, rows: list[bytes]) -> None:
+    partial = path.with_name(f".partial-{path.name}")
+    with open(partial, "wb") as f:
+        f.write(b"".join(row + b"\n" for row in rows))
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(partial, path)
+
+
+def _tensorboard(folder: Path, after_step: int | None) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as e:
+        raise ImportError(
+            "log.tensorboard: TensorBoard is not installed; `pip install tensorboard`, or set "
+            "log.tensorboard=false"
+        ) from e
+    purge = None if after_step is None else after_step + 1
+    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge)

@@ -1,0 +1,366 @@
+"""Checkpoints: atomic, complete, checked, and safe to open.
+
+    <folder>/step-00000200/
+        model.safetensors      weights under their original names, tied ones once, in high precision
+        split.safetensors      only with split masters: codes, residual and scale, every bit
+        <section>.safetensors  tensors of one section of the state (optimizer, ema, random, ...)
+        state.json             everything that is not a tensor
+        config.json            the model's configuration, so that the folder is a Hugging Face model
+        manifest.json          size and CRC-32 of every file above, and its own
+
+A checkpoint is written under another name in the same folder, flushed to the disk file by file, and
+renamed: a process killed at any moment leaves either the whole checkpoint or none, and never touches
+the one before. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..kernels.split import SplitParameter
+from .serialize import Entry, Sink, flatten, unflatten, write_tensors
+
+VERSION = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_PARTIAL = ".partial-"  # being written, or being deleted: never a checkpoint
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be written or used. Carries exactly one line."""
+
+
+# ---- weights --------------------------------------------------------------------------------
+
+
+def _named_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """(parameters and persistent buffers under original names, tied once; alias -> that name)."""
+    found: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    first: dict[int, str] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [(n, p) for n, p in module._parameters.items() if p is not None]
+        own += [
+            (n, b)
+            for n, b in module._buffers.items()
+            if b is not None and n not in module._non_persistent_buffers_set
+        ]
+        for name, value in own:
+            # torch.compile's wrapper adds a level
+            name = f"{prefix}.{name}".replace("_orig_mod.", "").lstrip(".")
+            if id(value) in first:
+                if first[id(value)] != name:
+                    aliases[name] = first[id(value)]
+            else:
+                first[id(value)] = name
+                found[name] = value
+    return found, aliases
+
+
+def _split_parts(name: str, p: SplitParameter) -> dict[str, torch.Tensor]:
+    """Every tensor that a split master consists of, by its name in split.safetensors."""
+    parts = {"codes": p.data, "residual": p.residual, "scale": p.scale, "amax": p.amax}
+    return {f"{name}.{k}": v for k, v in parts.items() if v is not None}
+
+
+def _weight_entries(model: nn.Module) -> tuple[list[Entry], list[Entry]]:
+    """Entries of model.safetensors (high precision) and of split.safetensors."""
+    plain, split = [], []
+    for name, p in _named_tensors(model)[0].items():
+        if isinstance(p, SplitParameter):
+            # fp32 holds every bit of code and residual
+            shape = tuple(p.shape)
+            plain.append(Entry(name, torch.float32, shape, lambda p=p: p.dequantize()))
+            split += [Entry.of(k, v) for k, v in _split_parts(name, p).items()]
+        else:
+            plain.append(Entry.of(name, p))
+    return plain, split
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
+    """Copy a checkpoint's weights into `model`, bit for bit, in place.
+
+    Raises CheckpointError naming the first tensor that is missing, unexpected or differs in shape,
+    dtype, or kind of master.
+    """
+    own, _ = _named_tensors(model)
+    stored = checkpoint.tensors("model")
+    split = checkpoint.tensors("split")
+    for name in own:
+        if name not in stored:
+            raise checkpoint.refused(f"is from another model: it has no {name}")
+    for name in stored:
+        if name not in own:
+            raise checkpoint.refused(f"is from another model: this one has no {name}")
+    for name, p in own.items():
+        if tuple(stored[name].shape) != tuple(p.shape):
+            raise checkpoint.refused(
+                f"is from another model: {name} is {list(stored[name].shape)} there and "
+                f"{list(p.shape)} here"
+            )
+        is_split = isinstance(p, SplitParameter)
+        if is_split != (f"{name}.codes" in split):
+            there, here = ("a plain", "a split") if is_split else ("a split", "a plain")
+            raise checkpoint.refused(f"has {there} master for {name}, this run {here} one")
+        for key, target in (_split_parts(name, p) if is_split else {name: p.data}).items():
+            source = (split if is_split else stored).get(key)
+            if source is None:
+                raise checkpoint.refused(f"has no {key}")
+            if source.dtype != target.dtype or source.shape != target.shape:
+                raise checkpoint.refused(
+                    f"has {key} as {source.dtype} {list(source.shape)}, this run as "
+                    f"{target.dtype} {list(target.shape)}"
+                )
+            with torch.no_grad():
+                target.copy_(source)
+
+
+# ---- reading ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint whose every byte was checked. `state` maps section to its content."""
+
+    path: Path
+    step: int
+    skeleton: Mapping[str, Any]
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Check the sums of a checkpoint's files and read its JSON. Raises CheckpointError."""
+        path = Path(path)
+        manifest = verify(path)
+        skeleton = json.loads((path / "state.json").read_bytes())
+        return cls(path=path, step=manifest["step"], skeleton=skeleton)
+
+    def tensors(self, section: str) -> dict[str, torch.Tensor]:
+        """All tensors of a section's file, on the CPU; empty where the section has none."""
+        file = self.path / f"{section}.safetensors"
+        if not file.exists():
+            return {}
+        try:
+            with safe_open(file, framework="pt") as f:
+                return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
+        except SafetensorError as e:
+            raise self.refused(f"has an unreadable {file.name}: {e}") from e
+
+    def section(self, name: str) -> Any:
+        """One section of the state, as it was given to `save`. Raises CheckpointError if absent."""
+        if name not in self.skeleton:
+            raise self.refused(f"holds no {name}")
+        return unflatten(self.skeleton[name], self.tensors(name))
+
+    def refused(self, reason: str) -> CheckpointError:
+        """The error that says why this checkpoint is not used."""
+        return CheckpointError(f"checkpoint {self.path} {reason}")
+
+
+def verify(path: Path) -> dict[str, Any]:
+    """Read every file and compare with the manifest, which is returned.
+
+    Raises CheckpointError: missing, incomplete, or damaged, naming the file.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"checkpoint {path} does not exist")
+    file = path / "manifest.json"
+    if not file.exists():
+        raise CheckpointError(f"checkpoint {path} is incomplete: it has no manifest.json")
+    try:
+        manifest = json.loads(file.read_bytes())
+        own = manifest.pop("crc32")
+        if own != _manifest_crc(manifest):
+            raise ValueError
+        version, files = manifest["version"], manifest["files"]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"checkpoint {path} is damaged: manifest.json") from e
+    if version != VERSION:
+        raise CheckpointError(
+            f"checkpoint {path} has format version {version}; this version reads {VERSION}"
+        )
+    for name, expected in files.items():
+        part = path / name
+        if not part.exists():
+            raise CheckpointError(f"checkpoint {path} is incomplete: {name} is missing")
+        size = part.stat().st_size
+        if size != expected["bytes"]:
+            raise CheckpointError(
+                f"checkpoint {path} is truncated: {name} has {size} bytes of {expected['bytes']}"
+            )
+        if _crc(part) != expected["crc32"]:
+            raise CheckpointError(
+                f"checkpoint {path} is damaged: the checksum of {name} does not match"
+            )
+    return manifest
+
+
+def checkpoints(folder: str | Path) -> list[tuple[int, Path]]:
+    """(step, path) of every finished checkpoint in `folder`, newest first; damaged ones included."""
+    folder = Path(folder)
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = [(int(m[1]), folder / n) for n in names if (m := _NAME.fullmatch(n))]
+    return sorted(found, reverse=True)
+
+
+def latest_good(folder: str | Path) -> tuple[Checkpoint | None, list[str]]:
+    """(the newest whole checkpoint or None, why each newer one was passed over)."""
+    skipped = []
+    for _, path in checkpoints(folder):
+        try:
+            return Checkpoint.open(path), skipped
+        except CheckpointError as e:
+            skipped.append(str(e))
+    return None, skipped
+
+
+# ---- writing ----------------------------------------------------------------------------------
+
+
+def save(
+    folder: str | Path,
+    step: int,
+    *,
+    model: nn.Module,
+    sections: Mapping[str, Any],
+    keep_last: int = 2,
+) -> Path:
+    """Write the checkpoint of `step` and delete all but the last `keep_last`; returns its path.
+
+    `sections` maps a name to nested plain state (see `serialize.flatten`). Raises CheckpointError
+    when it cannot be written (disk full): the earlier checkpoints are then untouched and nothing of
+    the new one is left.
+    """
+    folder = Path(folder)
+    final = folder / f"step-{step:08d}"
+    partial = folder / f"{_PARTIAL}{final.name}-{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_partials(folder)
+        partial.mkdir()
+        _write_all(partial, step, model, sections)
+        if final.exists():  # only after going back to an older checkpoint
+            _discard(final)
+        os.rename(partial, final)
+        _sync_folder(folder)
+    except OSError as e:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise CheckpointError(_cannot_save(folder, step, model, e)) from e
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    for _, path in [c for c in checkpoints(folder) if c[0] <= step][keep_last:]:
+        _discard(path)
+    return final
+
+
+def set_aside_after(folder: str | Path, step: int) -> list[Path]:
+    """Rename checkpoints later than `step` to unused-<name>, so that none is resumed by accident.
+
+    Called when a run goes back to `step`: what came later belongs to a history that is given up.
+    """
+    moved = []
+    for later, path in checkpoints(folder):
+        if later > step:
+            target = path.with_name(f"unused-{path.name}")
+            shutil.rmtree(target, ignore_errors=True)
+            os.rename(path, target)
+            moved.append(target)
+    return moved
+
+
+def _write_all(folder: Path, step: int, model: nn.Module, sections: Mapping[str, Any]) -> None:
+    plain, split = _weight_entries(model)
+    files: dict[str, list[Entry]] = {"model": plain, "split": split}
+    skeleton: dict[str, Any] = {"aliases": _named_tensors(model)[1]}
+    for name, value in sections.items():
+        if name in files or name in skeleton:
+            raise ValueError(f"section {name!r} is reserved")
+        skeleton[name], tensors = flatten(value, name)
+        files[name] = [Entry.of(k, t) for k, t in tensors.items()]
+    sums: dict[str, dict[str, int]] = {}
+    for name, entries in files.items():
+        if entries:
+            with _file(folder / f"{name}.safetensors", sums) as sink:
+                write_tensors(sink, entries)
+    with _file(folder / "state.json", sums) as sink:
+        sink.write(json.dumps(skeleton, allow_nan=False).encode())
+    config = getattr(model, "config", None)
+    if hasattr(config, "to_json_string"):
+        with _file(folder / "config.json", sums) as sink:
+            sink.write(config.to_json_string(use_diff=False).encode())
+    manifest = {"version": VERSION, "step": step, "files": sums}
+    manifest["crc32"] = _manifest_crc(manifest)
+    with _file(folder / "manifest.json", {}) as sink:
+        sink.write(json.dumps(manifest, indent=1).encode())
+    _sync_folder(folder)
+
+
+@contextmanager
+def _file(path: Path, sums: dict[str, dict[str, int]]) -> Iterator[Sink]:
+    """A file that is on the disk when the block ends, with its size and sum put into `sums`."""
+    with open(path, "wb") as f:
+        sink = Sink(f)
+        yield sink
+        f.flush()
+        os.fsync(f.fileno())
+    sums[path.name] = {"bytes": sink.nbytes, "crc32": sink.crc32}
+
+
+def _manifest_crc(manifest: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
+
+
+def _crc(path: Path) -> int:
+    value = 0
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 22):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames and new names in `folder` survive a power failure."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _discard(path: Path) -> None:
+    """Delete a checkpoint so that a half-deleted one is never taken for one."""
+    hidden = path.with_name(f"{_PARTIAL}{path.name}-discarded-{os.getpid()}")
+    os.rename(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _remove_partials(folder: Path) -> None:
+    for name in os.listdir(folder):
+        if name.startswith(_PARTIAL):
+            shutil.rmtree(folder / name, ignore_errors=True)
+
+
+def _cannot_save(folder: Path, step: int, model: nn.Module, error: OSError) -> str:
+    earlier = [s for s, _ in checkpoints(folder)]
+    intact = f"the checkpoint of step {earlier[0]} is intact" if earlier else "none exists yet"
+    needed = sum(e.nbytes for part in _weight_entries(model) for e in part) / 2**30
+    try:
+        free = f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
+    except OSError:
+        free = "the folder cannot be read"
+    return (
+        f"cannot save step {step} in {folder}: {error.strerror or error} ({free}; the weights alone "
+        f"take {needed:.2f} GiB); {intact}"
+    )

@@ -1,0 +1,211 @@
+"""What a checkpoint holds besides weights, and what it must agree with to be continued.
+
+A run continued from a checkpoint gives the same bits as one that never stopped, so everything that
+the next step reads is here: optimizer, loss scale, running average, schedule, data position, random
+states, the amax history of delayed scaling, and the counters of stochastic rounding. The plan and
+the run's configuration are stored to be compared, never to be applied.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+from torch import nn
+
+from ..config import Run
+from ..layers.saved import AmaxHistory, clock
+from ..numerics.policy import Plan
+from ..numerics.recipe import Cast, Recipe
+from .checkpoint import Checkpoint, load_weights
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+# Keys that decide what the weights or the moments are: another value is another model.
+# (What concerns the data is guarded by the loader's own fingerprint, the plan by comparison.)
+_FIXED = (
+    "seed",
+    "model.name",
+    "model.path",
+    "model.overrides",
+    "train.preset",
+    "optimizer.master",
+    "optimizer.states",
+)
+# Keys that never change the numbers: not worth a word.
+_SILENT = ("name", "out", "train.resume", "train.checkpoint_every", "train.keep_last", "log.")
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every global generator: torch on CPU and GPUs, Python, numpy."""
+    kind, keys, *rest = numpy.random.get_state()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
+        "rounding": {"seed": clock.seed, "step": clock.step},
+    }
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what `random_state` returned; generators of GPUs that are not here are left out."""
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state_all(state["cuda"][: torch.cuda.device_count()])
+    random.setstate(state["python"])
+    kind, keys, *rest = state["numpy"]
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    clock.seed, clock.step = state["rounding"]["seed"], state["rounding"]["step"]
+
+
+def _histories(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, AmaxHistory]]:
+    for name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, AmaxHistory):
+                yield f"{name}.{attribute}".lstrip("."), module, attribute, value
+
+
+def amax_state(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """The amax history of every module under delayed scaling: FP32 [operands, length], and which
+    operands have one already."""
+    return {
+        name: {"amax": history.amax, "ready": history.ready}
+        for name, _, _, history in _histories(model)
+    }
+
+
+def load_amax_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Restore amax histories; returns what changes on the way (a history of another length).
+
+    A module makes its history in its first forward, so here it is made for it; the module itself
+    cuts or pads it to its recipe's length.
+    """
+    notes = []
+    for name, stored in state.items():
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        device = next((p.device for p in module.parameters()), torch.device("cpu"))
+        length = stored["amax"].shape[1]
+        history = AmaxHistory(length, device)
+        history.amax.copy_(stored["amax"])
+        history.ready = list(stored["ready"])
+        setattr(module, attribute, history)
+        recipe = getattr(module, "recipe", None)
+        if isinstance(recipe, Recipe) and recipe.input.history != length:
+            notes.append(
+                f"amax history: {length} entries stored, {recipe.input.history} from now on (the "
+                "most recent are kept, or zeros appended)"
+            )
+    return list(dict.fromkeys(notes))
+
+
+def collect(trainer: Trainer) -> dict[str, Any]:
+    """The sections of a checkpoint of `trainer`, which stands between two steps."""
+    optional = {"scaler": trainer.scaler, "ema": trainer.ema}
+    return {
+        "optimizer": trainer.optimizer.state_dict(),
+        **{name: part.state_dict() for name, part in optional.items() if part is not None},
+        "schedule": trainer.schedule.state_dict(),
+        "data": trainer.data.train.state_dict(),
+        "amax": amax_state(trainer.model),
+        "progress": {"step": trainer.step, "skipped": trainer.skipped, "tokens": trainer.tokens},
+        "random": random_state(),
+        "plan": trainer.plan.to_dict() if trainer.plan is not None else None,
+        "run": asdict(trainer.run_config),
+    }
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Put `trainer` where `checkpoint` left off; returns what differs from then, to be announced.
+
+    Raises CheckpointError when the checkpoint is of another model, plan or run, and DataError when
+    the data changed; the trainer is then not to be used.
+    """
+    notes = _compare_runs(trainer.run_config, checkpoint)
+    _compare_plans(trainer.plan, checkpoint)
+    load_weights(trainer.model, checkpoint)
+    trainer.optimizer.load_state_dict(checkpoint.section("optimizer"))
+    for name, part in (("scaler", trainer.scaler), ("ema", trainer.ema)):
+        if part is not None:
+            if name not in checkpoint.skeleton:
+                raise checkpoint.refused(f"holds no {name}, which this run needs")
+            part.load_state_dict(checkpoint.section(name))
+        elif name in checkpoint.skeleton:
+            notes.append(f"the checkpoint's {name} is not used: this run has none")
+    trainer.schedule.load_state_dict(checkpoint.section("schedule"))
+    trainer.data.train.load_state_dict(checkpoint.section("data"))
+    notes += load_amax_state(trainer.model, checkpoint.section("amax"))
+    progress = checkpoint.section("progress")
+    trainer.step, trainer.skipped = progress["step"], progress["skipped"]
+    trainer.tokens = progress["tokens"]
+    set_random_state(checkpoint.section("random"))
+    return notes
+
+
+def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    out = {}
+    for k, v in section.items():
+        if isinstance(v, Mapping) and f"{prefix}{k}" != "model.overrides":
+            out |= _flat(v, f"{prefix}{k}.")
+        else:
+            out[prefix + k] = v
+    return out
+
+
+def _compare_runs(run: Run, checkpoint: Checkpoint) -> list[str]:
+    """Refuse another model or preset; list every other setting that changed."""
+    then, now = _flat(checkpoint.section("run")), _flat(asdict(run))
+    notes = []
+    for key, value in now.items():
+        if key not in then or then[key] == value:
+            continue
+        if key in _FIXED:
+            raise checkpoint.refused(
+                f"is from another run: {key}={then[key]} there, {value} here; set it back, or use "
+                "another out folder or train.resume=never"
+            )
+        if not key.startswith(_SILENT):
+            notes.append(f"{key}: {then[key]} until the checkpoint, {value} from now on")
+    return notes
+
+
+def _compare_plans(plan: Plan | None, checkpoint: Checkpoint) -> None:
+    stored = checkpoint.section("plan")
+    if (stored is None) != (plan is None):
+        with_plan = "has no 8-bit plan" if stored is None else "has an 8-bit plan"
+        raise checkpoint.refused(f"{with_plan}, this run {'has' if stored is None else 'has none'}")
+    if plan is None:
+        return
+    difference = _any_history(Plan.from_dict(stored)).difference(_any_history(plan))
+    if difference:
+        raise checkpoint.refused(
+            f"has another plan (its own against this run's): {difference}; set precision.* back, "
+            "or start again with train.resume=never"
+        )
+
+
+def _any_history(plan: Plan) -> Plan:
+    """The plan with every amax history at one length: a history is cut or padded on resume."""
+
+    def same(cast: Cast) -> Cast:
+        return replace(cast, history=1)
+
+    def row(r):
+        if r.recipe is None:
+            return r
+        recipe = r.recipe
+        changed = replace(
+            recipe,
+            input=same(recipe.input),
+            weight=same(recipe.weight),
+            grad_output=same(recipe.grad_output),
+        )
+        return replace(r, recipe=changed)
+
+    return replace(plan, rows=tuple(row(r) for r in plan.rows))
