@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from .numerics.recipe import RECIPES
 from .schema import ConfigError, apply_override, build, check_values, key, nearest, to_dict
-
-__all__ = ["PRESETS", "ConfigError", "Preset", "Run", "load_run", "run_from_dict", "run_to_dict"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,24 +36,17 @@ class Preset:
     chunked_loss: bool
 
 
-def _preset(name: str, compute: str, recipe: str | None, param: str, master: str, grad: str,
-            states: str, fused: bool, chunked: bool) -> Preset:  # fmt: skip
-    return Preset(name=name, compute=compute, recipe=recipe, param_dtype=param, master=master,
-                  grad_dtype=grad, states=states, fused=fused, chunked_loss=chunked)  # fmt: skip
-
-
-PRESETS: dict[str, Preset] = {
-    p.name: p
-    for p in (
-        _preset("fp32", "fp32", None, "fp32", "fp32", "fp32", "fp32", False, False),
-        _preset("amp", "autocast-bf16", None, "fp32", "fp32", "fp32", "fp32", False, False),
-        _preset("amp-fp16", "autocast-fp16", None, "fp32", "fp32", "fp32", "fp32", False, False),
-        _preset("bf16", "bf16", None, "bf16", "bf16", "bf16", "bf16", False, False),
-        _preset("fp8", "fp8", "tensor", "fp32", "fp32", "bf16", "fp32", False, True),
-        _preset("fp8-lean", "fp8", "tensor", "bf16", "split16", "bf16", "8bit", True, True),
-        _preset("storage", "storage", "storage", "fp32", "fp32", "fp32", "fp32", False, True),
-    )
-}
+_ROWS: tuple[tuple[Any, ...], ...] = (  # in the order of Preset's fields
+    ("fp32", "fp32", None, "fp32", "fp32", "fp32", "fp32", False, False),
+    ("amp", "autocast-bf16", None, "fp32", "fp32", "fp32", "fp32", False, False),
+    ("amp-fp16", "autocast-fp16", None, "fp32", "fp32", "fp32", "fp32", False, False),
+    ("bf16", "bf16", None, "bf16", "bf16", "bf16", "bf16", False, False),
+    ("fp8", "fp8", "tensor", "fp32", "fp32", "bf16", "fp32", False, True),
+    ("fp8-lean", "fp8", "tensor", "bf16", "split16", "bf16", "8bit", True, True),
+    ("storage", "storage", "storage", "fp32", "fp32", "fp32", "fp32", False, True),
+)
+_names = [f.name for f in fields(Preset)]
+PRESETS = {r[0]: Preset(**dict(zip(_names, r, strict=True))) for r in _ROWS}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,6 +273,11 @@ def _check_model_and_data(run: Run) -> None:
         raise ConfigError(
             "model.name and model.path: give exactly one: a model preset (model.name=mimo-v2-nano) "
             "or a local Hugging Face folder (model.path=...)"
+        )
+    if model.path and not Path(model.path).is_dir():
+        raise ConfigError(
+            f"model.path: {model.path!r} is not a folder; give a local Hugging Face folder, or a "
+            "model preset as model.name"
         )
     if model.random_init and model.name:
         raise ConfigError(

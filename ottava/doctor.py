@@ -87,7 +87,7 @@ def examine() -> dict[str, Any]:
     gpus = find_gpus()
     worst = min(gpus, key=lambda g: g.capability, default=None)
     support = {name: preset_support(preset, worst) for name, preset in PRESETS.items()}
-    versions = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in ("ottava", "torch", "triton", "transformers", "numpy", "safetensors"):
         versions[package] = version_of(package)
     return {

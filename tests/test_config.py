@@ -128,6 +128,7 @@ IMPOSSIBLE = [
     (["train.preset=amp", "optimizer.master=split16"], "optimizer.master", "train.preset=bf16"),
     (["model.path=x"], "model.name and model.path", "exactly one"),
     (["model.name="], "model.name and model.path", "exactly one"),
+    (["model.name=", "model.path=/nowhere"], "model.path", "is not a folder"),
     (["model.random_init=true"], "model.random_init", "remove the key"),
     (["data.source="], "data.source", "use stdlib"),
     (["optimizer.warmup_steps=2000"], "optimizer.warmup_steps", "lower it"),

@@ -12,6 +12,7 @@ import re
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from ..config import Data
 
@@ -201,7 +202,7 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def _rows(dataset: object, data: Data) -> Iterator[bytes]:
+def _rows(dataset: Any, data: Data) -> Iterator[bytes]:
     if hasattr(dataset, "keys"):  # a DatasetDict
         splits = list(dataset.keys())
         if "train" not in splits:
