@@ -437,7 +437,7 @@ def _tiles(kind: str, wide: int, dtype: torch.dtype) -> tuple[int, int, int, int
     Bounded by Hopper's 227 KiB of shared memory and 255 registers a thread.
     """
     if dtype == torch.float32:
-        return (32, 32, 4, 1) if wide > 128 else (64, 32, 4, 2)
+        return (64, 32, 4, 2) if kind == "forward" and wide <= 128 else (32, 32, 8, 1)
     if kind == "forward":
         return 128, 64, 4 if wide <= 64 else 8, 3 if wide <= 128 else 2
     if kind == "dq":
@@ -457,7 +457,7 @@ def _launch(kind: str, q: Tensor, v: Tensor, window: int | None, causal: bool, d
         "SPLIT": window is None or window >= 4 * (bm + bn),
         "BM": bm,
         "BN": bn,
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PRECISION": "tf32x3" if q.dtype == torch.float32 else "tf32",
         "num_warps": warps,
         "num_stages": stages,
     }
