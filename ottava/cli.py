@@ -33,8 +33,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-out = Console(highlight=False)
-err = Console(stderr=True, highlight=False)
+out = Console(highlight=False, markup=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 RunFile = Annotated[Path, typer.Argument(help="A run file (TOML), such as runs/demo.toml.")]
 Overrides = Annotated[
@@ -54,7 +54,11 @@ def _request() -> Iterator[None]:
 
     try:
         yield
-    except (ValueError, OSError, ImportError, CheckpointError) as error:
+    except (ValueError, OSError, CheckpointError) as error:
+        raise _Refused from error
+    except ImportError as error:  # an optional package; a fault in our own modules is not
+        if (error.name or "").startswith("ottava"):
+            raise
         raise _Refused from error
 
 
@@ -153,9 +157,9 @@ def doctor(as_json: Json = False) -> None:
     out.print(table)
     for name, row in facts["optional"].items():
         found = row["version"] or f"not installed ({row['for']}): {row['install']}"
-        out.print(f"{name}: {found}", markup=False)
+        out.print(f"{name}: {found}")
     for problem in facts["problems"]:
-        out.print(f"PROBLEM  {problem}", markup=False)
+        out.print(f"PROBLEM  {problem}")
 
 
 @app.command()
@@ -177,7 +181,7 @@ def plan(
     if as_json:
         _print_json(result.to_dict())
     else:
-        out.print(str(result), markup=False, soft_wrap=True)
+        out.print(str(result))
 
 
 @app.command()
@@ -234,7 +238,7 @@ def report(
     if as_json:
         _print_json({"report": path})
     else:
-        out.print(str(path), markup=False, soft_wrap=True)
+        out.print(str(path))
 
 
 @app.command()
@@ -259,10 +263,8 @@ def diagnose(
     for f in findings:
         out.print(
             f"{f.level.upper()}  {f.what}\n    seen: {f.evidence}\n    try:  {f.change}",
-            markup=False,
-            soft_wrap=True,
         )
-    out.print(f"{len(findings)} finding(s). Looked at: {'; '.join(checks.values())}.", markup=False)
+    out.print(f"{len(findings)} finding(s). Looked at: {'; '.join(checks.values())}.")
 
 
 @app.command()
@@ -281,9 +283,9 @@ def export(
             raise ValueError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
         checkpoint, passed_over = find_checkpoint(source)
         for reason in passed_over:
-            err.print(f"passed over: {reason}", markup=False, soft_wrap=True)
+            err.print(f"passed over: {reason}")
         path = write(checkpoint.path, to, dtype=dtype)
     if as_json:
         _print_json({"folder": path, "step": checkpoint.step, "dtype": dtype})
     else:
-        out.print(f"{path}: step {checkpoint.step} in {dtype}", markup=False, soft_wrap=True)
+        out.print(f"{path}: step {checkpoint.step} in {dtype}")
