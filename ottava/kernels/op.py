@@ -25,7 +25,10 @@ else:  # a machine without Triton (no GPU): kernels stay definable, and say so w
 
         constexpr = object
 
-        def jit(self, fn: Callable) -> Callable:
+        def jit(self, fn: Callable | None = None, **_options) -> Callable:
+            if fn is None:
+                return self.jit
+
             def launch(*_args, **_kwargs):
                 raise RuntimeError(f"{fn.__name__}: Triton is not installed; `pip install triton`")
 
