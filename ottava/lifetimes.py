@@ -9,7 +9,8 @@ nothing can know while the forward runs. So a category is never a guess made at 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -126,6 +127,47 @@ def state_tensors(model: nn.Module, optimizer=None) -> Iterable[tuple[str, torch
                 yield ("master" if master else "moments"), tensor
 
 
+@contextmanager
+def follow(recorder, model: nn.Module, optimizer=None) -> Iterator[None]:
+    """Mark the phases of whole steps that run inside, from outside of their code.
+
+    A forward starts at the first module call after the phase before has ended; recomputation inside
+    backward stays backward. `recorder`: a MemoryTracker or an AllocatorRecorder, already entered.
+    """
+    phase = "idle"
+
+    def enter(name: str) -> None:
+        nonlocal phase
+        if name != phase:
+            phase = name
+            recorder.mark(name)
+
+    def before_module(module, args):
+        if phase != "backward" or torch._C._current_graph_task_id() == -1:
+            enter("forward")
+
+    def backward(tensor, *args, **kwargs):
+        enter("backward")
+        return plain_backward(tensor, *args, **kwargs)
+
+    recorder.watch(model, optimizer)
+    handles = [model.register_forward_pre_hook(before_module)]
+    if (base := getattr(model, "base_model", None)) is not None and base is not model:
+        handles.append(base.register_forward_pre_hook(before_module))
+    if optimizer is not None:
+        handles.append(optimizer.register_step_pre_hook(lambda *_: enter("step")))
+        handles.append(optimizer.register_step_post_hook(lambda *_: enter("idle")))
+    plain_backward = torch.Tensor.backward
+    torch.Tensor.backward = backward
+    try:
+        yield
+        enter("idle")
+    finally:
+        torch.Tensor.backward = plain_backward
+        for handle in handles:
+            handle.remove()
+
+
 def _parts_of(parameter: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
     for name, value in list(getattr(parameter, "__dict__", {}).items()):
         if isinstance(value, torch.Tensor) and name not in ("grad", "_grad"):
@@ -206,6 +248,8 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
+        if func is torch.ops.prim.device.default:
+            return out
         inside = self._temporaries(func, args, kwargs, out) if self._temporaries else 0
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
