@@ -1,0 +1,302 @@
+"""Attention of one layer: rope, the kernels, and 8-bit codes of everything it keeps.
+
+Kept for backward: q and k after rope and v, in int8 with one scale per head row (or E4M3, or as
+they are), the log-sum-exp, and the output's codes. Those codes are the ones that `o_proj` reads:
+they are made here and travel with the output tensor, so they exist once. Where `o_proj` reads no
+codes, the output itself is kept, which is then the tensor that `o_proj` keeps.
+
+Shapes: B batch, T tokens, H query heads, G key/value heads, D query/key dims, V value dims.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels import cast as cast_kernels
+from ..kernels.attention import attention, attention_backward
+from ..kernels.cast import Quantized
+from ..kernels.rope import rope
+from ..numerics.recipe import Cast, Recipe
+from .autocast import recipe_in_force
+from .linear import compute_dtype, grad_dtype_of, weight_values
+from .saved import Kept, carry, transposes
+
+_log = logging.getLogger("ottava")
+_HEAD_ROW = Cast(granularity="row")  # e4m3, one scale per row of head dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class How:
+    """What one attention computes and keeps. `keep`: "int8", "e4m3", or "high" (q, k, v as they
+    are). `out_cast`: cast of the linear that reads the output; None keeps the output itself."""
+
+    scale: float
+    dtype: torch.dtype
+    window: int | None = None
+    value_scale: float = 1.0
+    keep: str = "int8"
+    out_cast: Cast | None = None
+
+    def __post_init__(self) -> None:
+        if self.keep not in ("int8", "e4m3", "high"):
+            raise ValueError(f"attention: keep={self.keep!r} is not one of int8, e4m3, high")
+
+    def store(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """(codes [M * H, D], scale a row) of x [B, T, H, D]; (x, None) where kept as it is."""
+        if self.keep == "high":
+            return x, None
+        rows = x.reshape(-1, x.shape[-1])
+        if self.keep == "int8":
+            return cast_kernels.quantize_int8(rows, rows.shape[-1])
+        q = cast_kernels.quantize(rows, _HEAD_ROW)
+        return q.codes, q.scale
+
+    def restore(self, codes: Tensor, scale: Tensor | None, batch: int, heads: int) -> Tensor:
+        """x [B, T, H, D] from what `store` returned."""
+        if scale is None:
+            return codes
+        if self.keep == "int8":
+            rows = cast_kernels.dequantize_int8(codes, scale, codes.shape[-1], self.dtype)
+        else:
+            rows = Quantized(codes, scale, "row").dequantize(self.dtype)
+        return rows.view(batch, -1, heads, rows.shape[-1])
+
+    def output_codes(self, out: Tensor) -> tuple[Quantized, Kept]:
+        """(rows, kept) of out [B, T, H, V] as [B * T, H * V], for the linear that reads it."""
+        out_MK = out.flatten(2).flatten(0, 1)
+        if transposes(self.out_cast):
+            rows = cast_kernels.quantize(out_MK, self.out_cast)
+            return rows, Kept(rows, is_cols=False)
+        rows, cols = cast_kernels.quantize_both(out_MK, self.out_cast)
+        return rows, Kept(cols, is_cols=True)
+
+    def output(self, saved: Tensor, scale: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+        """out [B, T, H, V] from its kept form."""
+        if scale is None:
+            return saved
+        q = Quantized(saved, scale, self.out_cast.granularity)
+        return Kept(q, is_cols=not transposes(self.out_cast)).values(self.dtype).reshape(shape)
+
+
+class AttentionFunction(torch.autograd.Function):
+    """(out [B, T, H, V], rows, rows_scale, kept, kept_scale); the codes are None without out_cast.
+    q, k [B, T, H or G, D] not yet rotated where cos, sin are given; v [B, T, G, V]."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, cos, sin, sinks, documents, how: How):
+        ctx.how, ctx.heads = how, (q.shape[2], k.shape[2])
+        ctx.dtypes = (q.dtype, k.dtype, v.dtype)
+        q, k, v = (x.to(how.dtype) for x in (q, k, v))
+        if cos is not None:
+            q, k = rope(q, cos, sin), rope(k, cos, sin)
+        if how.value_scale != 1.0:
+            v = v * how.value_scale
+        ctx.sinks_dtype = None if sinks is None else grad_dtype_of(sinks)
+        s = None if sinks is None else weight_values(sinks, torch.float32)
+        out, lse = attention(
+            q, k, v, scale=how.scale, window=how.window, sinks=s, documents=documents
+        )
+        ctx.shape = tuple(out.shape)
+        saved = (*how.store(q), *how.store(k), *how.store(v))
+        if how.out_cast is None:
+            ctx.save_for_backward(*saved, out, None, lse, cos, sin, sinks, documents)
+            return out, None, None, None, None
+        rows, kept = how.output_codes(out)
+        codes = (rows.codes, rows.scale, kept.q.codes, kept.q.scale)
+        ctx.mark_non_differentiable(*codes)
+        ctx.save_for_backward(*saved, *codes[2:], lse, cos, sin, sinks, documents)
+        return out, *codes
+
+    @staticmethod
+    def backward(ctx, grad_out, *_):
+        how, batch, (heads, groups) = ctx.how, ctx.shape[0], ctx.heads
+        *qkv, out, out_scale, lse, cos, sin, sinks, documents = ctx.saved_tensors
+        q = how.restore(*qkv[:2], batch, heads)
+        k = how.restore(*qkv[2:4], batch, groups)
+        v = how.restore(*qkv[4:], batch, groups)
+        dq, dk, dv, dsinks = attention_backward(
+            grad_out.to(how.dtype), q, k, v, how.output(out, out_scale, ctx.shape), lse,
+            scale=how.scale, window=how.window, documents=documents,
+            sinks=None if sinks is None else weight_values(sinks, torch.float32),
+        )  # fmt: skip
+        del q, k, v
+        if cos is not None:
+            dq, dk = rope(dq, cos, sin, inverse=True), rope(dk, cos, sin, inverse=True)
+        if how.value_scale != 1.0:
+            dv = dv * how.value_scale
+        grads = (x.to(dtype) for x, dtype in zip((dq, dk, dv), ctx.dtypes, strict=True))
+        return *grads, None, None, None if sinks is None else dsinks.to(ctx.sinks_dtype), None, None
+
+
+def attend(q, k, v, cos, sin, sinks, documents, how: How) -> Tensor:
+    """[B, T, H, V], causal, carrying its codes where `how.out_cast` asks for them."""
+    if not torch.is_grad_enabled():  # nothing is kept, so the reader makes its own codes
+        how = How(**{**how.__dict__, "keep": "high", "out_cast": None})
+    out, *codes = AttentionFunction.apply(q, k, v, cos, sin, sinks, documents, how)
+    if codes[0] is not None and not torch.compiler.is_compiling():
+        rows, kept = (Quantized(*c, how.out_cast.granularity) for c in (codes[:2], codes[2:]))
+        carry(out, how.out_cast, rows, Kept(kept, is_cols=not transposes(how.out_cast)))
+    return out
+
+
+def _kept(own: Recipe | None, own_cast: Cast | None, keep: str) -> tuple[str, Cast | None]:
+    """(keep, out_cast) under the recipe in force: codes only where that recipe keeps codes, and
+    the output's only where the reader's cast is known and needs nothing else of the reader."""
+    recipe = recipe_in_force(own)
+    if not recipe.keeps_codes:
+        return "high", None
+    cast = own_cast if recipe is own or own_cast is None else recipe.input
+    if cast is not None and (cast.scaling == "delayed" or cast.rounding != "nearest"):
+        cast = None  # the reader's amax history or random stream decides
+    return keep, cast
+
+
+class Attention(nn.Module):
+    """Swapped in for a parameterless attention core (models/attention_core.py), whose attributes it
+    reads: softmax_scale, value_scale, window. `attend` (cached generation) stays the core's own."""
+
+    recipe: Recipe | None = None
+    out_cast: Cast | None = None
+    keep: str = "int8"
+
+    def forward(self, q, k, v, cos, sin, sinks=None, documents=None) -> Tensor:
+        """[B, T, H, V] from q, k, v before rope. documents: int [B, T], runs of equal ids."""
+        keep, out_cast = _kept(self.recipe, self.out_cast, self.keep)
+        how = How(
+            scale=self.softmax_scale,
+            dtype=compute_dtype(q),
+            window=self.window,
+            value_scale=self.value_scale,
+            keep=keep,
+            out_cast=out_cast,
+        )
+        return attend(q, k, v, cos, sin, sinks, documents, how)
+
+    def attend(self, *args, **kwargs) -> Tensor:
+        """As the core's `attend`, on k already rotated."""
+        core = object.__new__(self.__dict__["_ottava_class"])
+        core.__dict__ = self.__dict__  # the plain class over the same attributes
+        return core.attend(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"window={self.window}, keep={self.keep}, out={self.out_cast}, {self.recipe}"
+
+
+# ----------------------------------------------------------------- transformers' attention interface
+
+_NAME = "ottava"
+
+
+@functools.cache
+def _say(reason: str) -> None:
+    _log.warning("attention: runs in PyTorch's sdpa instead of ottava's kernels: %s", reason)
+
+
+def _why_not(module, query, key, mask, dropout, is_causal, kwargs) -> str | None:
+    """Why this call is not plain causal training or prefill, or None."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if mask is not None:
+        return "there is an attention mask (padding, packing or custom)"
+    if query.shape[2] != key.shape[2]:
+        return "there is a cache (fewer queries than keys)"
+    if dropout:
+        return f"attention dropout is {dropout}"
+    if not causal:
+        return "the module is not causal"
+    for name in ("softcap", "position_bias"):
+        if kwargs.get(name) is not None:
+            return f"the module uses {name}"
+    return None
+
+
+def hf_attention(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, is_causal=None, **kwargs
+) -> tuple[Tensor, None]:
+    """transformers' attention function "ottava": query, key, value [B, heads, T, D] after rope;
+    (out [B, T, H, V], None). Plain causal calls (also with `sliding_window`, and sinks in `s_aux`)
+    run here; any other runs in sdpa, and the reason is logged once."""
+    window, sinks = kwargs.get("sliding_window"), kwargs.get("s_aux")
+    reason = _why_not(module, query, key, attention_mask, dropout, is_causal, kwargs)
+    if reason is not None:
+        return _sdpa(
+            module, query, key, value, attention_mask, reason,
+            scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs,
+        )  # fmt: skip
+    keep, out_cast = _kept(*module.__dict__.get("_ottava_attention", (None, None)), "int8")
+    how = How(
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        dtype=compute_dtype(query),
+        window=window,
+        keep=keep,
+        out_cast=out_cast,
+    )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    return attend(q, k, v, None, None, sinks, None, how), None
+
+
+def _sdpa(module, query, key, value, mask, reason: str, **kwargs):
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    if kwargs.get("s_aux") is not None:
+        raise ValueError(f"attention: sdpa has no sinks, and ottava's kernels cannot run: {reason}")
+    _say(reason)
+    window, length = kwargs.get("sliding_window"), key.shape[2]
+    if mask is None and window is not None and query.shape[2] == length > window:
+        i = torch.arange(length, device=query.device)  # `_hf_mask` left the window to us
+        mask = ((i[None, :] <= i[:, None]) & (i[None, :] > i[:, None] - window))[None, None]
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+
+def _hf_mask(*args, **kwargs):
+    """transformers' mask function: None where the kernels mask by themselves (causal, and windows
+    without padding), else sdpa's mask."""
+    from transformers.masking_utils import sdpa_mask
+
+    padding = kwargs.get("attention_mask")
+    length, offsets = kwargs.get("q_length"), (kwargs.get("q_offset"), kwargs.get("kv_offset"))
+    whole = length is not None and length == kwargs.get("kv_length") and offsets == (0, 0)
+    if (
+        kwargs.get("local_size") is not None
+        and kwargs.get("allow_is_causal_skip", False)
+        and whole
+        and (padding is None or bool(padding.all()))
+    ):
+        return None
+    return sdpa_mask(*args, **kwargs)
+
+
+def register_hf_attention() -> str:
+    """Make "ottava" an attention implementation of transformers; returns that name."""
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(_NAME, hf_attention)
+    AttentionMaskInterface.register(_NAME, _hf_mask)
+    return _NAME
+
+
+def convert_hf(module: nn.Module, recipe: Recipe | None, out_cast: Cast | None) -> None:
+    """Let one transformers attention module call `hf_attention` and keep 8-bit codes under
+    `recipe`. The implementation is chosen by the config it shares with its model; the one before
+    is remembered for `revert_hf`. Does nothing without a recipe."""
+    if recipe is None:
+        return
+    name = register_hf_attention()
+    module.__dict__["_ottava_attention"] = (recipe, out_cast)
+    before = module.config._attn_implementation
+    if before != name:
+        module.__dict__["_ottava_attention_before"] = before
+        module.config._attn_implementation = name
+
+
+def revert_hf(model: nn.Module) -> None:
+    """Undo `convert_hf` on every module of `model`."""
+    for module in model.modules():
+        module.__dict__.pop("_ottava_attention", None)
+        if "_ottava_attention_before" in module.__dict__:
+            module.config._attn_implementation = module.__dict__.pop("_ottava_attention_before")
