@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -136,7 +136,7 @@ class AttentionFunction(torch.autograd.Function):
 def attend(q, k, v, cos, sin, sinks, documents, how: How) -> Tensor:
     """[B, T, H, V], causal, carrying its codes where `how.out_cast` asks for them."""
     if not torch.is_grad_enabled():  # nothing is kept, so the reader makes its own codes
-        how = How(**{**how.__dict__, "keep": "high", "out_cast": None})
+        how = replace(how, keep="high", out_cast=None)
     out, *codes = AttentionFunction.apply(q, k, v, cos, sin, sinks, documents, how)
     if codes[0] is not None and not torch.compiler.is_compiling():
         rows, kept = (Quantized(*c, how.out_cast.granularity) for c in (codes[:2], codes[2:]))

@@ -71,11 +71,17 @@ def cast_input(x_MK: torch.Tensor, how, amax: torch.Tensor | None = None):
 
 
 def carried_by(x: torch.Tensor, cast: Cast) -> Carried | None:
-    """The codes that travel with `x`, if they are of this cast and x has not changed since."""
+    """The codes that travel with `x`, if they are of this cast and x has not changed since.
+
+    A view of all of a tensor in another shape (heads flattened for o_proj) carries what it carries.
+    """
     carried = getattr(x, _SLOT, None)
-    if carried is not None and carried.cast == cast and carried.version == x._version:
-        return carried
-    return None
+    if carried is None and x._base is not None:
+        whole = x.is_contiguous() and x.numel() == x._base.numel()
+        carried = getattr(x._base, _SLOT, None) if whole else None
+    if carried is None or carried.cast != cast or carried.version != x._version:
+        return None
+    return carried if carried.rows.codes.shape[1] == x.shape[-1] else None
 
 
 def carry(x: torch.Tensor, cast: Cast, rows: Quantized, kept: Kept) -> None:
