@@ -7,8 +7,8 @@ for, whatever other parameters exist. Peak memory is the model plus one FP32 par
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,9 @@ def initial_value(
 ) -> Tensor:
     """FP32 N(0, std^2) values of the parameter called `name`; the same for the same arguments."""
     generator = torch.Generator(device=device)
-    generator.manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+    # 32 bits: all that a CPU generator takes of a seed.
+    digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+    generator.manual_seed(int.from_bytes(digest, "little"))
     value = torch.empty(shape, dtype=torch.float32, device=device)
     return value.normal_(0.0, std, generator=generator)
 

@@ -47,8 +47,8 @@ CACHE_NAME = "cache" if _RENAMED else "past_key_values"
 class MiMoOutput(ModelOutput):
     """Output of the decoder (`last_hidden_state`) or of the language model (`loss`, `logits`).
 
-    `loss` is the whole loss; `mtp_loss` and `sequence_loss` are its parts, weights not applied to
-    the first and applied to the second.
+    `loss` is the whole loss; `mtp_loss` (the blocks' mean, not yet weighted) and `aux_loss` (the
+    sequence balance loss, weighted) are parts of it.
     """
 
     loss: Tensor | None = None
@@ -58,7 +58,7 @@ class MiMoOutput(ModelOutput):
     cache: DynamicCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
     mtp_loss: Tensor | None = None
-    sequence_loss: Tensor | None = None
+    aux_loss: Tensor | None = None
 
 
 class MiMoPreTrainedModel(PreTrainedModel):
@@ -100,7 +100,9 @@ class MiMoModel(MiMoPreTrainedModel):
     def __init__(self, config) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id)
-        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i) for i in range(config.num_hidden_layers)
+        )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         if config.num_nextn_predict_layers and config.model_type == "mimo":
@@ -218,6 +220,7 @@ class MiMoV2ForCausalLM(MiMoPreTrainedModel, GenerationMixin):
     """MiMo-V2 with its language-model head."""
 
     config_class = MiMoV2Config
+    router_aux_loss_coef = 1.0  # `aux_loss` comes weighted
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
 
     def __init__(self, config) -> None:
@@ -252,23 +255,34 @@ class MiMoV2ForCausalLM(MiMoPreTrainedModel, GenerationMixin):
         state = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         outputs.logits = self.lm_head(state[:, keep])
-        if labels is None:
-            return outputs
-        target = shift_left(labels, 1, -100)
-        outputs.loss = _cross_entropy(outputs.logits, target, num_items_in_batch)
-        if self.training and len(self.model.mtp_blocks) and input_ids is not None:
-            losses = [
-                _cross_entropy(
-                    self.lm_head(h), mtp_labels(labels, k, documents), num_items_in_batch
+        if self.training:
+            outputs.aux_loss = self.model.take_sequence_loss()
+            if len(self.model.mtp_blocks):
+                outputs.mtp_loss = self._mtp_loss(
+                    state, input_ids, labels, documents, num_items_in_batch
                 )
-                for k, h in enumerate(self.model.mtp_states(state, input_ids, documents))
-            ]
-            outputs.mtp_loss = torch.stack(losses).mean()
-            outputs.loss = outputs.loss + self.config.mtp_loss_weight * outputs.mtp_loss
-        outputs.sequence_loss = self.model.take_sequence_loss()
-        if outputs.sequence_loss is not None and self.training:
-            outputs.loss = outputs.loss + outputs.sequence_loss
+        if labels is not None:
+            target = shift_left(labels, 1, -100)
+            outputs.loss = _cross_entropy(outputs.logits, target, num_items_in_batch)
+            if outputs.mtp_loss is not None:
+                outputs.loss = outputs.loss + self.config.mtp_loss_weight * outputs.mtp_loss
+            if outputs.aux_loss is not None:
+                outputs.loss = outputs.loss + outputs.aux_loss
         return outputs
+
+    def _mtp_loss(self, state, input_ids, labels, documents, count) -> Tensor:
+        """Mean over the MTP blocks of their cross-entropy through the shared head."""
+        if labels is None or input_ids is None:
+            raise ValueError(
+                "MTP blocks train from input_ids and labels of the same forward; give both, or set "
+                "num_nextn_predict_layers=0"
+            )
+        states = self.model.mtp_states(state, input_ids, documents)
+        losses = [
+            _cross_entropy(self.lm_head(h), mtp_labels(labels, k, documents), count)
+            for k, h in enumerate(states)
+        ]
+        return torch.stack(losses).mean()
 
 
 def _cross_entropy(logits_BTV: Tensor, target_BT: Tensor, count: Tensor | int | None) -> Tensor:

@@ -14,35 +14,39 @@ _PROXY_BLOCK = [0, *[1] * 6]
 
 def _proxy(hidden, layers, heads, kv, experts, moe, dense, vocab, **more) -> tuple[type, dict]:
     """A scaled-down MiMo-V2: Pro's head sizes, window, sinks, router; value scale by its formula."""
-    pattern = (_PROXY_BLOCK * 3)[: layers - 1] + [0]
-    sizes = dict(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv, n_routed_experts=experts, moe_intermediate_size=moe,
-        intermediate_size=dense, vocab_size=vocab, hybrid_layer_pattern=pattern,
-        attention_value_scale=round((hidden / (heads * 128)) ** 0.5, 6),
-    )  # fmt: skip
+    pattern = [*(_PROXY_BLOCK * 3)[: layers - 1], 0]
+    sizes = {
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv, "n_routed_experts": experts, "moe_intermediate_size": moe,
+        "intermediate_size": dense, "vocab_size": vocab, "hybrid_layer_pattern": pattern,
+        "attention_value_scale": round((hidden / (heads * 128)) ** 0.5, 6),
+    }  # fmt: skip
     return MiMoV2Config, {**sizes, **more}
 
 
 def _dense(hidden, layers, heads, kv, mlp, vocab, **more) -> tuple[type, dict]:
-    sizes = dict(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv, intermediate_size=mlp, vocab_size=vocab, attention_bias=False,
-        rope_theta=10_000.0, max_position_embeddings=32_768,
-    )  # fmt: skip
+    sizes = {
+        "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads,
+        "num_key_value_heads": kv, "intermediate_size": mlp, "vocab_size": vocab, "attention_bias": False,
+        "rope_theta": 10_000.0, "max_position_embeddings": 32_768,
+    }  # fmt: skip
     return MiMoConfig, {**sizes, **more}
 
 
-_QWEN = dict(attention_bias=True, rope_theta=1e6, rms_norm_eps=1e-6)
-_DEMO = dict(
-    head_dim=48, v_head_dim=32, swa_num_key_value_heads=2, sliding_window=16, num_experts_per_tok=2,
-    hybrid_layer_pattern=[0, 1, 1, 1, 0], attention_value_scale=1.0, max_position_embeddings=4096,
-)  # fmt: skip
+_QWEN = {"attention_bias": True, "rope_theta": 1e6, "rms_norm_eps": 1e-6}
+_DEMO = {
+    "head_dim": 48, "v_head_dim": 32, "swa_num_key_value_heads": 2, "sliding_window": 16, "num_experts_per_tok": 2,
+    "hybrid_layer_pattern": [0, 1, 1, 1, 0], "attention_value_scale": 0.707, "max_position_embeddings": 4096,
+}  # fmt: skip
 
 PRESETS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "mimo-v2.5-pro": (
         MiMoV2Config,
-        {"attention_value_scale": 0.612},
+        {
+            "num_hidden_layers": 70,
+            "hybrid_layer_pattern": PRO_PATTERN,
+            "attention_value_scale": 0.612,
+        },
     ),
     "mimo-v2.5": (
         MiMoV2Config,
@@ -57,7 +61,7 @@ PRESETS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
             "hybrid_layer_pattern": [int(i > 0 and (i + 1) % 6 != 0) for i in range(48)],
         },
     ),
-    "mimo-v2-flash": (MiMoV2FlashConfig, {}),
+    "mimo-v2-flash": (MiMoV2FlashConfig, {"num_hidden_layers": 48}),
     "mimo-7b": (MiMoConfig, {}),
     # hidden, layers, heads, KV heads, experts, expert width, dense width, vocabulary
     "demo": _proxy(128, 5, 4, 1, 8, 128, 256, 272, **_DEMO),
