@@ -115,7 +115,7 @@ def auto_chunk_rows(num_rows: int, vocabulary: int, itemsize: int) -> int:
     """Rows per chunk: equal chunks of at most CHUNK_BYTES of logits, in multiples of 128 rows."""
     rows = max(CHUNK_BYTES // max(vocabulary * itemsize, 1), 128)
     chunks = max(-(-num_rows // rows), 1)
-    return max(-(-num_rows // chunks + 127) // 128 * 128, 128)
+    return max(-(-num_rows // (128 * chunks)) * 128, 128)
 
 
 def linear_cross_entropy(
@@ -167,7 +167,7 @@ def _accumulate(grad_weight_VH, grad_CV, x_CH) -> None:
     if grad_weight_VH.dtype == grad_CV.dtype:
         grad_weight_VH.addmm_(grad_CV.t(), x_CH)
     elif grad_CV.dtype == torch.float16:
-        # A sum over tokens can pass 65504, the largest FP16: keep the product in FP32.
-        grad_weight_VH.addmm_(grad_CV.t().to(torch.float32), x_CH.to(torch.float32))
+        # A sum over tokens can pass 65504, the largest FP16: make the product in FP32.
+        grad_weight_VH += grad_CV.t().float() @ x_CH.float()
     else:
         grad_weight_VH += grad_CV.t() @ x_CH

@@ -188,13 +188,14 @@ class ChunkedCausalLM:
         if hasattr(plain, "token_loss"):
             return super().forward(*args, **kwargs)
         call = _signature(plain).bind(self, *args, **kwargs)
-        given = call.kwargs
-        labels, targets = call.arguments.get("labels"), given.get("shift_labels")
+        named = "labels" in call.arguments  # else it came among **kwargs, if at all
+        labels = call.arguments["labels"] if named else call.kwargs.get("labels")
+        targets = call.kwargs.get("shift_labels")
         if labels is None and targets is None:
             return super().forward(*args, **kwargs)
-        if labels is not None:
+        if named:
             call.arguments["labels"] = None
-            given = call.kwargs
+        given = call.kwargs | {"labels": None} if not named else call.kwargs
         num_valid, ignore_index = _take_loss_arguments(given)
         as_tuple = given.get("return_dict") is False
         if as_tuple:
