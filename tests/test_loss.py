@@ -22,6 +22,8 @@ from ottava.kernels import loss as loss_kernels
 from ottava.kernels.loss import auto_chunk_rows, linear_cross_entropy
 from ottava.kernels.split import split_parameter
 from ottava.layers import head
+from ottava.models.mimo import MiMoV2ForCausalLM
+from ottava.models.presets import preset_config
 from ottava.numerics.formats import error_db
 
 KERNELS = {
@@ -323,6 +325,27 @@ def test_models_give_the_same_loss_and_gradients(make, count):
     torch.testing.assert_close(head.causal_loss(model, ids, labels, count), expected)
     assert type(model).forward is not head.ChunkedCausalLM.forward
     assert "forward" not in head.output_head(model).__dict__
+
+
+@pytest.mark.parametrize("blocks", [0, 2])
+@pytest.mark.parametrize("count", [None, 20])
+def test_mimo(count, blocks):
+    """Its multi-token prediction blocks share the head, and their losses are chunked as well."""
+    config = preset_config("demo", {
+        "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 50, "n_routed_experts": 4,
+        "num_nextn_predict_layers": blocks,
+    })  # fmt: skip
+    model = MiMoV2ForCausalLM(config)
+    ids, labels = batch()
+    inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": count}
+    out, expected, grads = loss_and_grads(model, **inputs)
+    assert out.logits is not None and (out.mtp_loss is not None) == (blocks > 0)
+    torch.testing.assert_close(head.causal_loss(model, ids, labels, count), expected)
+    out, loss, got = loss_and_grads(head.chunk_head(model), **inputs)
+    torch.testing.assert_close(loss, expected)
+    assert out.logits is None and model.eval()(ids).logits is not None
+    for name, grad in grads.items():
+        torch.testing.assert_close(got[name], grad, rtol=1e-4, atol=1e-6)
 
 
 def test_swapped_class_keeps_its_face(tmp_path):

@@ -278,14 +278,16 @@ def unchunk_head(model: nn.Module) -> nn.Module:
 def causal_loss(model, input_ids, labels, num_valid=None, **model_kwargs) -> torch.Tensor:
     """The loss (0-dim FP32) of a causal LM on labels [B, T], shifted here, from its head in chunks.
 
-    `model` may be wrapped (`.module`), its class may be swapped or not. num_valid as in
+    `model` may be wrapped (DDP, a compiled module), its class may be swapped or not. num_valid as in
     `head_loss`; other keywords go to the model. Raises ValueError where the head does not allow it.
     """
+    if num_valid is not None:
+        model_kwargs["num_items_in_batch"] = num_valid
     inner = getattr(model, "module", model)
-    if isinstance(inner, ChunkedCausalLM):
-        if num_valid is not None:
-            model_kwargs["num_items_in_batch"] = num_valid
+    inner = getattr(inner, "_orig_mod", inner)
+    cls = type(inner)
+    chunk_head(inner)
+    try:
         return model(input_ids, labels=labels, **model_kwargs).loss
-    with _head_returns_loss(inner, shifted(labels), num_valid, IGNORE_INDEX) as losses:
-        out = model(input_ids, **model_kwargs)
-    return _with_loss(inner, out, losses).loss
+    finally:
+        inner.__class__ = cls

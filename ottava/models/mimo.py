@@ -254,7 +254,13 @@ class MiMoV2ForCausalLM(MiMoPreTrainedModel, GenerationMixin):
         )  # fmt: skip
         state = outputs.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        outputs.logits = self.lm_head(state[:, keep])
+        if labels is None:
+            outputs.logits = self.lm_head(state[:, keep])
+        else:
+            target = shift_left(labels, 1, -100)
+            outputs.logits, outputs.loss = self.token_loss(
+                state[:, keep], target, num_items_in_batch
+            )
         if self.training:
             outputs.aux_loss = self.model.take_sequence_loss()
             if len(self.model.mtp_blocks):
@@ -262,13 +268,19 @@ class MiMoV2ForCausalLM(MiMoPreTrainedModel, GenerationMixin):
                     state, input_ids, labels, documents, num_items_in_batch
                 )
         if labels is not None:
-            target = shift_left(labels, 1, -100)
-            outputs.loss = _cross_entropy(outputs.logits, target, num_items_in_batch)
             if outputs.mtp_loss is not None:
                 outputs.loss = outputs.loss + self.config.mtp_loss_weight * outputs.mtp_loss
             if outputs.aux_loss is not None:
                 outputs.loss = outputs.loss + outputs.aux_loss
         return outputs
+
+    def token_loss(
+        self, state_BTh: Tensor, target_BT: Tensor, count: Tensor | int | None = None
+    ) -> tuple[Tensor | None, Tensor]:
+        """(logits, loss) of the head on `state_BTh`, targets already shifted. Every loss of this
+        model comes from here: a head that works in chunks replaces it and gives no logits."""
+        logits = self.lm_head(state_BTh)
+        return logits, _cross_entropy(logits, target_BT, count)
 
     def _mtp_loss(self, state, input_ids, labels, documents, count) -> Tensor:
         """Mean over the MTP blocks of their cross-entropy through the shared head."""
@@ -279,7 +291,7 @@ class MiMoV2ForCausalLM(MiMoPreTrainedModel, GenerationMixin):
             )
         states = self.model.mtp_states(state, input_ids, documents)
         losses = [
-            _cross_entropy(self.lm_head(h), mtp_labels(labels, k, documents), count)
+            self.token_loss(h, mtp_labels(labels, k, documents), count)[1]
             for k, h in enumerate(states)
         ]
         return torch.stack(losses).mean()
