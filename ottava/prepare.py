@@ -82,4 +82,5 @@ def make_optimizer(run: Run, model: nn.Module) -> AdamW:
         weight_decay=o.weight_decay,
         master=settings.master,
         states=settings.states,
+        seed=run.seed,
     )

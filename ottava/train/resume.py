@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -21,7 +22,8 @@ from ..config import Run
 from ..layers.saved import AmaxHistory, clock
 from ..numerics.policy import Plan
 from ..numerics.recipe import Cast, Recipe
-from .checkpoint import Checkpoint, load_weights
+from ..optim.ema import EMA
+from .checkpoint import Checkpoint, CheckpointError, latest_good, load_weights
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -105,40 +107,80 @@ def load_amax_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) ->
     return list(dict.fromkeys(notes))
 
 
+@dataclass
+class Origin:
+    """Where a run starts: `checkpoint` (None: from nothing), and what to announce about it."""
+
+    checkpoint: Checkpoint | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps already made."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+def find_origin(run: Run, folder: Path) -> Origin:
+    """The checkpoint that `train.resume` names, checked: "auto" takes the newest whole one.
+
+    Raises CheckpointError when the one asked for is missing or damaged, or when every one is.
+    """
+    wanted = run.train.resume
+    if wanted == "never":
+        return Origin()
+    if wanted == "auto":
+        found, skipped = latest_good(folder)
+        if found is None and skipped:
+            raise CheckpointError(
+                f"{skipped[0]}; no older one is whole: give train.resume=never to start again"
+            )
+        return Origin(found, [f"passed over: {reason}" for reason in skipped])
+    path = Path(wanted)
+    if (path / "checkpoints").is_dir():
+        found, skipped = latest_good(path / "checkpoints")
+        if found is None:
+            raise CheckpointError(f"train.resume: {path} holds no whole checkpoint")
+        return Origin(found, [f"passed over: {reason}" for reason in skipped])
+    return Origin(Checkpoint.open(path))
+
+
 def collect(trainer: Trainer) -> dict[str, Any]:
     """The sections of a checkpoint of `trainer`, which stands between two steps."""
-    optional = {"scaler": trainer.scaler, "ema": trainer.ema}
     return {
-        "optimizer": trainer.optimizer.state_dict(),
-        **{name: part.state_dict() for name, part in optional.items() if part is not None},
+        # split masters are in split.safetensors, with the weights
+        "optimizer": trainer.optimizer.state_dict(weights=False),
+        "scaler": trainer.scaler.state_dict(),
+        **({"ema": trainer.ema.state_dict()} if trainer.ema is not None else {}),
         "schedule": trainer.schedule.state_dict(),
         "data": trainer.data.train.state_dict(),
         "amax": amax_state(trainer.model),
         "progress": {"step": trainer.step, "skipped": trainer.skipped, "tokens": trainer.tokens},
         "random": random_state(),
         "plan": trainer.plan.to_dict() if trainer.plan is not None else None,
-        "run": asdict(trainer.run_config),
+        "run": asdict(trainer.config),
     }
 
 
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """Put `trainer` where `checkpoint` left off; returns what differs from then, to be announced.
 
-    Raises CheckpointError when the checkpoint is of another model, plan or run, and DataError when
-    the data changed; the trainer is then not to be used.
+    Settings that changed (learning rate, steps, decay ...) are this run's, state is the
+    checkpoint's. Raises CheckpointError when the checkpoint is of another model, plan or run, and
+    DataError when the data changed; the trainer is then not to be used.
     """
-    notes = _compare_runs(trainer.run_config, checkpoint)
+    notes = _compare_runs(trainer.config, checkpoint)
     _compare_plans(trainer.plan, checkpoint)
     load_weights(trainer.model, checkpoint)
-    trainer.optimizer.load_state_dict(checkpoint.section("optimizer"))
-    for name, part in (("scaler", trainer.scaler), ("ema", trainer.ema)):
-        if part is not None:
-            if name not in checkpoint.skeleton:
-                raise checkpoint.refused(f"holds no {name}, which this run needs")
-            part.load_state_dict(checkpoint.section(name))
-        elif name in checkpoint.skeleton:
-            notes.append(f"the checkpoint's {name} is not used: this run has none")
-    trainer.schedule.load_state_dict(checkpoint.section("schedule"))
+    _restore_optimizer(trainer.optimizer, checkpoint)
+    if trainer.ema is not None and "ema" in checkpoint.skeleton:
+        trainer.ema.load_state_dict(checkpoint.section("ema"))
+        trainer.ema.decay = trainer.config.ema.decay
+    elif trainer.ema is not None:
+        notes.append("the running average starts now: the checkpoint holds none")
+        trainer.ema = EMA(trainer.model, trainer.config.ema.decay)
+    trainer.scaler.load_state_dict(checkpoint.section("scaler"))
+    peaks = trainer.schedule.peaks
+    trainer.schedule.load_state_dict({**checkpoint.section("schedule"), "peaks": peaks})
     trainer.data.train.load_state_dict(checkpoint.section("data"))
     notes += load_amax_state(trainer.model, checkpoint.section("amax"))
     progress = checkpoint.section("progress")
@@ -146,6 +188,16 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     trainer.tokens = progress["tokens"]
     set_random_state(checkpoint.section("random"))
     return notes
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+    mine = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    try:
+        optimizer.load_state_dict(checkpoint.section("optimizer"))
+    except ValueError as e:
+        raise checkpoint.refused(f"does not fit this run's optimizer: {e}") from e
+    for group, settings in zip(optimizer.param_groups, mine, strict=True):
+        group.update(settings)
 
 
 def _flat(section: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,0 +1,262 @@
+"""A run from its first step to its last: evaluate, save, log, and stop when told to.
+
+After each step, in this order: its line in run.jsonl, evaluation if due, checkpoint if due, stop if
+asked. A checkpoint therefore stands for everything up to its step, and what a killed run did after
+it is dropped from run.jsonl when the run continues.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..kernels.gemm import has_fp8_unit
+from ..monitor.console import RunConsole, changed_options
+from ..monitor.metrics import VERSION, MetricsWriter
+from ..monitor.speed import Speed, flops_per_token, machine_speed
+from .checkpoint import set_aside_after
+from .out_of_memory import explained
+from .signals import EXIT_CODES, StopRequest
+
+if TYPE_CHECKING:
+    from .trainer import StepResult, Trainer
+
+SKIPS_IN_A_ROW = 50  # more than FP16's loss scale needs to fall from 2**16 to its floor
+
+
+class TrainingError(RuntimeError):
+    """The run cannot go on. Carries one line: what happened, and what to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResult:
+    """How a run ended. `loss`: of the last step taken here (NaN if none was). `eval_loss`: of the
+    last evaluation (NaN without). `stopped_by`: the signal that ended it early, or None."""
+
+    step: int
+    loss: float
+    eval_loss: float
+    skipped: int
+    seconds: float
+    checkpoint: Path | None
+    stopped_by: str | None = None
+
+    @property
+    def exit_code(self) -> int:
+        """0 done; 130 after Ctrl-C, 143 after SIGTERM."""
+        return EXIT_CODES[self.stopped_by] if self.stopped_by else 0
+
+
+def run(trainer: Trainer, *, quiet: bool = False) -> RunResult:
+    """Train `trainer` to its last step. Raises TrainingError, CheckpointError, OutOfMemory."""
+    loop = _Loop(trainer, quiet)
+    with StopRequest() as stop, loop.console:
+        try:
+            loop.start()
+            while trainer.step < trainer.config.train.steps and not stop.requested:
+                with explained(trainer.config, trainer.device, trainer.step):
+                    result = trainer.step_once()
+                loop.after(result)
+            return loop.finish(stop.requested)
+        except BaseException as e:
+            loop.fail(e)
+            raise
+        finally:
+            loop.metrics.close()
+
+
+class _Loop:
+    """What a run carries from step to step besides its trainer."""
+
+    def __init__(self, trainer: Trainer, quiet: bool) -> None:
+        config = trainer.config
+        self.trainer, self.config = trainer, config
+        self.console = RunConsole(config.train.steps, quiet=quiet)
+        self.begun = time.perf_counter()
+        self.saved: tuple[int, Path | None] = (trainer.origin.step, None)
+        if trainer.origin.checkpoint is not None:
+            self.saved = (trainer.step, trainer.origin.checkpoint.path)
+        self.loss = self.eval_loss = math.nan
+        self.skips_in_a_row = 0
+        self.was_eight_bit = trainer.plan is not None and trainer.in_eight_bits
+        resumed = trainer.origin.checkpoint is not None
+        self.metrics = MetricsWriter(
+            config.out,
+            after_step=trainer.step if resumed else None,
+            tensorboard=config.log.tensorboard,
+        )
+        self.speed = machine_speed(trainer.device.type, trainer.settings.compute)
+        self.flops = flops_per_token(trainer.model, config.data.sequence_length)
+        if trainer.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(trainer.device)
+
+    # ---- beginning and end ----
+
+    def start(self) -> None:
+        """Set later checkpoints aside, write the first line, and say what is about to run."""
+        trainer = self.trainer
+        for path in set_aside_after(trainer.checkpoints, trainer.step):
+            self.console.say(f"set aside: {path} is later than where this run starts")
+        origin = trainer.origin
+        if origin.checkpoint is None:
+            self.metrics.write("start", 0, **_facts(trainer, self.speed))
+        else:
+            self.metrics.write(
+                "resume", trainer.step, **{"from": origin.checkpoint.path, "notes": origin.notes}
+            )
+        for line in _opening(trainer, self.speed):
+            self.console.say(line)
+
+    def finish(self, stopped_by: str | None) -> RunResult:
+        """Evaluate if the run is complete, save, and write the last line."""
+        trainer = self.trainer
+        path = self._save()
+        seconds = time.perf_counter() - self.begun
+        self.metrics.write(
+            "end", trainer.step, status="stopped" if stopped_by else "done",
+            reason=stopped_by or "", seconds=seconds,
+        )  # fmt: skip
+        verb = f"stopped by {stopped_by}" if stopped_by else "done"
+        self.console.say(f"{verb} at step {trainer.step} after {seconds:.1f} s; saved {path}")
+        return RunResult(
+            step=trainer.step, loss=self.loss, eval_loss=self.eval_loss, skipped=trainer.skipped,
+            seconds=seconds, checkpoint=path, stopped_by=stopped_by,
+        )  # fmt: skip
+
+    def fail(self, error: BaseException) -> None:
+        """Leave the reason in run.jsonl, if the disk still takes it."""
+        try:
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            self.metrics.write("end", self.trainer.step, status="failed", reason=reason)
+        except (OSError, ValueError):
+            self.console.say("run.jsonl could not be written either")
+
+    # ---- between steps ----
+
+    def after(self, result: StepResult) -> None:
+        """Log, evaluate, save; raise TrainingError after too many skips in a row."""
+        trainer, train = self.trainer, self.config.train
+        self.loss = result.loss
+        line = self._line(result)
+        if result.step % self.config.log.every == 0 or not result.stepped:
+            self.metrics.write("step", result.step, **line)
+        self.console.step(result.step, line, self.speed.name)
+        self._announce_switch()
+        last = result.step == train.steps
+        due = last or (train.eval_every and result.step % train.eval_every == 0)
+        if due and train.eval_batches and trainer.data.validation is not None:
+            self._evaluate()
+        if last or (train.checkpoint_every and result.step % train.checkpoint_every == 0):
+            self._save()
+        self.skips_in_a_row = 0 if result.stepped else self.skips_in_a_row + 1
+        if self.skips_in_a_row >= SKIPS_IN_A_ROW:
+            raise TrainingError(
+                f"step {result.step}: the {SKIPS_IN_A_ROW}th step in a row without an update "
+                f"({result.cause}); the weights are as before them: lower optimizer.lr, or see "
+                f"`ottava diagnose {self.config.out}`"
+            )
+
+    def _line(self, result: StepResult) -> dict[str, Any]:
+        trainer = self.trainer
+        tok_per_s = result.tokens / result.seconds
+        return {
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": result.lr,
+            "tokens": trainer.tokens,
+            "tok_per_s": tok_per_s,
+            "step_ms": 1e3 * result.seconds,
+            "percent": self.speed.percent(self.flops, tok_per_s),
+            "memory_gib": peak_gib(trainer.device),
+            "stepped": result.stepped,
+            "precision": "fp8" if self.was_eight_bit else "high",
+            "scale": trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
+            "cause": result.cause,
+        }
+
+    def _announce_switch(self) -> None:
+        now = self.trainer.plan is not None and self.trainer.in_eight_bits
+        if now != self.was_eight_bit and self.trainer.step < self.config.train.steps:
+            text = f"from step {self.trainer.step + 1} on: {'FP8' if now else 'BF16'} compute"
+            self.metrics.write("event", self.trainer.step, text=text)
+            self.console.say(text)
+        self.was_eight_bit = now
+
+    def _evaluate(self) -> None:
+        trainer = self.trainer
+        self.eval_loss = trainer.evaluate()
+        averaged = trainer.evaluate(averaged=True) if trainer.ema is not None else None
+        self.metrics.write("eval", trainer.step, loss=self.eval_loss, ema_loss=averaged)
+        more = "" if averaged is None else f", with the running average {averaged:.4f}"
+        self.console.say(f"step {trainer.step}: validation loss {self.eval_loss:.4f}{more}")
+
+    def _save(self) -> Path | None:
+        """Save the current step, unless it is on the disk already; the path."""
+        step = self.trainer.step
+        if self.saved[0] != step:
+            self.metrics.write("save", step, path=f"step-{step:08d}")
+            self.metrics.sync()
+            self.saved = (step, self.trainer.save())
+        return self.saved[1]
+
+
+def peak_gib(device: torch.device) -> float:
+    """Peak memory so far in GiB: the CUDA allocator's, or the process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+
+
+def _facts(trainer: Trainer, speed: Speed) -> dict[str, Any]:
+    config, plan = trainer.config, trainer.plan
+    device = str(trainer.device)
+    if trainer.device.type == "cuda":
+        device = torch.cuda.get_device_name(trainer.device)
+    train = config.train
+    return {
+        "version": VERSION,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "name": config.name,
+        "preset": train.preset,
+        "device": device,
+        "speed": str(speed),
+        "params": sum(p.numel() for p in trainer.model.parameters()),
+        "fp8_modules": plan.num_fp8 if plan else 0,
+        "tokens_per_step": train.micro_batch * train.accumulate * config.data.sequence_length,
+        "steps": train.steps,
+        "config": asdict(config),
+    }
+
+
+def _opening(trainer: Trainer, speed: Speed) -> list[str]:
+    """What is said before the first step: options, data, plan, and the machine."""
+    config, plan = trainer.config, trainer.plan
+    lines = [f"{config.name}: {', '.join(changed_options(config)) or 'all options at default'}"]
+    lines += [f"note: {note}" for note in (*config.notes, *trainer.origin.notes)]
+    lines.append(f"data: {trainer.data.summary}")
+    if plan is None:
+        lines.append(f"plan: none ({config.train.preset} is plain PyTorch)")
+    else:
+        lines.append(f"plan: {plan.summary()}")
+        recipes = Counter(r.recipe.name for r in plan.rows if r.recipe and r.flops)
+        lines += [f"  {n} x {name}" for name, n in recipes.items()]
+        reasons = Counter(r.reason for r in plan.rows if r.recipe is None and r.params)
+        lines += [f"  {n} x high precision: {reason}" for reason, n in reasons.items() if reason]
+    held = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / 2**30
+    params = sum(p.numel() for p in trainer.model.parameters())
+    lines.append(
+        f"model: {params / 1e6:,.1f} M parameters, {held:.2f} GiB of weights on {trainer.device}; "
+        f"`ottava plan` has the memory by category"
+    )
+    emulated = trainer.settings.compute == "fp8" and not has_fp8_unit(trainer.device)
+    lines.append(f"speed: percent is of {speed}" + (" (FP8 is emulated here)" if emulated else ""))
+    if trainer.step:
+        lines.append(f"continues after step {trainer.step} from {trainer.origin.checkpoint.path}")
+    return lines

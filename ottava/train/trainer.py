@@ -1,0 +1,256 @@
+"""The training step, readable from top to bottom, and what it stands on.
+
+    data -> forward -> loss weighted by valid tokens -> backward -> unscale, finite? -> clip
+         -> optimizer -> schedule -> running average -> result
+
+A step whose loss or gradients are not finite changes nothing but the data position: no weight, no
+moment, no average, no schedule, no amax history. It is counted, and its first bad gradient named.
+Where the optimizer runs inside backward, a loss that is not finite is held back in the same way; a
+gradient that turns non-finite on the way stops the update from there on (fused_backward.py).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy
+import torch
+
+from .. import prepare
+from ..config import Run
+from ..layers.autocast import autocast
+from ..layers.saved import clock, discard_amax
+from ..models.moe import update_router_bias
+from ..optim.clip import clip_grad_norm_, grad_norm
+from ..optim.ema import EMA
+from ..optim.fused_backward import fuse_backward
+from ..optim.loss_scaler import GradScaler
+from ..optim.schedule import Schedule
+from ..recompute import wrap_recompute
+from . import checkpoint, loop, resume
+from .data import load_data
+from .forward import inputs_of, mean_loss, window_loss
+
+_AUTOCAST = {
+    "autocast-bf16": torch.bfloat16,
+    "autocast-fp16": torch.float16,
+    "fp8": torch.bfloat16,
+    "storage": torch.bfloat16,
+}
+ROUTER_BIAS_RATE = 1e-3  # loss-free balancing of experts, for models that start from nothing
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What one step did. `loss`: nats per valid token of the whole window. `grad_norm`: before
+    clipping. `tokens`: read, valid or not. `cause`: why nothing changed, where not `stepped`."""
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    tokens: int
+    lr: float
+    stepped: bool
+    seconds: float
+    cause: str = ""
+
+
+class Trainer:
+    """One run: model, optimizer, data and position. Building it also finds what it continues from;
+    nothing is written before `run()`.
+
+    Raises ConfigError or ValueError (the request), DataError, CheckpointError (what it continues).
+    """
+
+    def __init__(self, run: Run, *, device: str | None = None) -> None:
+        self.config = run.check()
+        self.settings = run.settings
+        self.device = _device(device or run.device)
+        _seed(run.seed)
+        self.model = prepare.build_model(run, self.device)
+        self.plan = prepare.convert_for(run, self.model, self.device)
+        wrap_recompute(self.model, run.train.recompute, self.plan, self.eight_bit)
+        self.optimizer = prepare.make_optimizer(run, self.model)
+        self.handle = None
+        if self.settings.fused:
+            # an endless norm clips nothing, but has every gradient tested before it is used
+            self.handle = fuse_backward(
+                self.model, self.optimizer, clip="tensor", max_norm=math.inf
+            )
+        self.scaler = _scaler(run)
+        self.ema = EMA(self.model, run.ema.decay) if run.ema.decay else None
+        o = run.optimizer
+        self.schedule = Schedule(
+            self.optimizer, o.schedule, total=run.train.steps, warmup=o.warmup_steps,
+            min_ratio=o.min_lr_ratio,
+        )  # fmt: skip
+        self.data = load_data(run, vocab_size=self.model.config.vocab_size)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        loaded = bool(run.model.path) and not run.model.random_init
+        self.router_rate = 0.0 if loaded else ROUTER_BIAS_RATE
+        self.step = self.skipped = self.tokens = 0
+        self.origin = resume.find_origin(run, self.checkpoints)
+        if self.origin.checkpoint is not None:
+            self.origin.notes += resume.restore(self, self.origin.checkpoint)
+
+    # ---- the step ----
+
+    def step_once(self) -> StepResult:
+        """One optimizer step over `train.accumulate` micro-batches."""
+        started = time.perf_counter()
+        window = [next(self.data.train) for _ in range(self.config.train.accumulate)]
+        valid = sum(batch["num_valid"] for batch in window)
+        tokens = sum(batch["input_ids"].numel() for batch in window)
+        lr = float(self.optimizer.param_groups[0]["lr"])
+        total = torch.zeros((), device=self.device)
+
+        for batch in window:
+            inputs = inputs_of(self.model, batch, self.device, self.config.data.document_mask)
+            with self.precision():
+                loss = window_loss(self.model, inputs, batch["num_valid"], valid)
+            total += loss.detach()
+            if self.handle is not None:
+                self.handle.guard(loss)
+            self.scaler.scale(loss).backward()
+
+        self.scaler.unscale_(self.optimizer)
+        norm = self._clip()
+        # the one wait for the device in a step
+        loss_value, norm_value = torch.stack([total.double(), norm.to(total.device)]).tolist()
+        cause = self._why_not(loss_value, norm_value)
+        # in a fused step the weights have moved already; this ends the step
+        stepped = not cause and self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+        self.schedule.step(stepped)
+        if stepped and self.ema is not None:
+            self.ema.update()
+        if not stepped:
+            discard_amax(self.parameters)
+            self.skipped += 1
+        update_router_bias(self.model, self.router_rate if stepped else 0.0)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.clear_autocast_cache()  # also where an outer autocast region would keep old weights
+        self.step += 1
+        self.tokens += tokens
+        return StepResult(
+            step=self.step, loss=loss_value, grad_norm=norm_value, tokens=tokens, lr=lr,
+            stepped=stepped, seconds=time.perf_counter() - started, cause=cause,
+        )  # fmt: skip
+
+    def _clip(self) -> torch.Tensor:
+        """The global gradient norm before clipping, FP64 0-dim on the device; clips if asked to."""
+        if self.handle is not None:
+            self.handle.finish()
+            return self.handle.norm
+        limit = self.config.optimizer.clip_norm
+        return clip_grad_norm_(self.parameters, limit) if limit else grad_norm(self.parameters)
+
+    def _why_not(self, loss: float, norm: float) -> str:
+        """Why the step must not be taken; empty where it may. Slow only when something is wrong."""
+        if math.isfinite(loss) and math.isfinite(norm):
+            return ""
+        causes = [] if math.isfinite(loss) else [f"the loss is {loss}"]
+        for name, p in reversed(list(self.model.named_parameters())):  # as backward meets them
+            if p.grad is not None and not bool(p.grad.isfinite().all()):
+                causes.append(f"the gradient of {name} is not finite")
+                break
+        return "; ".join(causes) or "a gradient is not finite"
+
+    # ---- precision ----
+
+    @property
+    def in_eight_bits(self) -> bool:
+        """Whether the step at hand computes as its plan says, or all in high precision."""
+        steps, p = self.config.train.steps, self.config.precision
+        return p.start_fp8_at * steps <= self.step < p.finish_bf16_at * steps
+
+    def eight_bit(self) -> AbstractContextManager:
+        """The 8-bit context of the step at hand."""
+        return autocast(enabled=self.plan is not None and self.in_eight_bits)
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        """Where forwards of this run happen."""
+        dtype = _AUTOCAST.get(self.settings.compute)
+        with (
+            torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None),
+            self.eight_bit(),
+        ):
+            yield
+
+    # ---- around the step ----
+
+    def evaluate(self, *, averaged: bool = False) -> float:
+        """Mean validation loss, nats per token, over `train.eval_batches` batches from the start.
+
+        averaged: with the running average's weights. Leaves no trace in training: modes, random
+        states and every weight are as before. NaN where nothing is held out.
+        """
+        held = self.data.validation
+        if held is None or not self.config.train.eval_batches:
+            return math.nan
+        modes = [(m, m.training) for m in self.model.modules()]
+        before = resume.random_state()
+        mask = self.config.data.document_mask
+        torch.clear_autocast_cache()
+        try:
+            self.model.eval()
+            with self.ema.applied() if averaged else nullcontext(), self.precision():
+                batches = held.first(self.config.train.eval_batches)
+                return float(mean_loss(self.model, batches, self.device, mask))
+        finally:
+            for module, training in modes:
+                module.training = training
+            resume.set_random_state(before)
+            torch.clear_autocast_cache()
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of this run's checkpoints."""
+        return Path(self.config.out) / "checkpoints"
+
+    def save(self) -> Path:
+        """Write a checkpoint of the position between two steps. Raises CheckpointError."""
+        return checkpoint.save(
+            self.checkpoints, self.step, model=self.model, sections=resume.collect(self),
+            keep_last=self.config.train.keep_last,
+        )  # fmt: skip
+
+    def run(self, *, quiet: bool = False) -> loop.RunResult:
+        """Train to the last step, evaluating, saving and logging on the way; see loop.py."""
+        return loop.run(self, quiet=quiet)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: torch finds no GPU here; use device=cpu, or see `ottava doctor`")
+    return torch.device(name)
+
+
+def _seed(seed: int) -> None:
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+    clock.seed, clock.step = seed, 0
+
+
+def _scaler(run: Run) -> GradScaler:
+    s = run.scaler
+    return GradScaler(
+        init_scale=s.init_scale,
+        growth_factor=s.growth_factor,
+        backoff_factor=s.backoff_factor,
+        growth_interval=s.growth_interval,
+        max_scale=s.max_scale or None,
+        min_scale=s.min_scale,
+        enabled=run.settings.compute == "autocast-fp16",
+    )
