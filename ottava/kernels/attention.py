@@ -102,11 +102,17 @@ def ref_attention(q, k, v, scale, causal, window, sinks, starts, ends) -> tuple[
             _hidden(r0 + offset, r1 + offset, low, high, causal, window, starts, ends, offset),
             -torch.inf,
         )
-        lse_rows = scores.logsumexp(-1)
+        peak = scores.amax(-1, keepdim=True)
         if sinks is not None:
-            lse_rows = torch.logaddexp(lse_rows, sinks.to(dtype).view(g, h // g, 1))
-        weights = scores.sub_(lse_rows[..., None]).exp_().flatten(2, 3)
-        out[:, r0:r1] = _by_row(weights @ v_BGSV[:, :, low:high], r1 - r0)
+            sinks_GR11 = sinks.to(dtype).view(g, h // g, 1, 1)
+            peak = torch.maximum(peak, sinks_GR11)
+        weights = scores.sub_(peak).exp_()
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total += torch.exp(sinks_GR11 - peak)
+        mixed = (weights.flatten(2, 3) @ v_BGSV[:, :, low:high]) / total.flatten(2, 3)
+        out[:, r0:r1] = _by_row(mixed, r1 - r0)
+        lse_rows = (peak + total.log()).squeeze(-1)
         lse[:, :, r0:r1] = lse_rows.flatten(1, 2)
     return out, lse
 
@@ -244,15 +250,15 @@ def _cuda_attention_backward(
     grad_out, out, lse = grad_out.contiguous(), out.contiguous(), lse.contiguous()
     heads = _heads_first(grad_out, q, k, v, out)
     lengths = (q.shape[1], k.shape[1], 0.0, causal)
-    unused = torch.empty(2, dtype=torch.int64, device=q.device)
     if backend == "cudnn":
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
-            *heads, lse[..., None], unused[:1].view(()), unused[1:].view(()), None, None, None,
-            *lengths, scale=scale,
+            *heads, lse[..., None], unused, unused, None, None, None, *lengths, scale=scale
         )  # fmt: skip
     else:
+        unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         grads = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *heads, lse, None, None, *lengths, unused, unused[:1], scale=scale
+            *heads, lse, None, None, *lengths, unused, unused, scale=scale
         )
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in grads)
     delta = None if sinks is None else flash.triton_delta(grad_out, out)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .op import operator
+from .op import operator, tl, triton
 
 
 def ref_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
@@ -28,14 +28,64 @@ def ref_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return out
 
 
+@triton.jit
+def _rope(
+    x, cos, sin, out, x_b, x_t, x_h, a_b, a_t, T, H, sign,
+    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr,
+):  # fmt: skip
+    """One program turns BH heads of one token. HALF >= R / 2 and REST >= D - R are powers of two."""
+    token = tl.program_id(0)
+    b, t = (token // T).to(tl.int64), token % T
+    h = tl.program_id(1) * BH + tl.arange(0, BH)
+    i = tl.arange(0, HALF)
+    pair = i < R // 2
+    angle = b * a_b + t * a_t + i
+    cos_low = tl.load(cos + angle, mask=pair, other=0.0).to(tl.float32)[None, :]
+    sin_low = tl.load(sin + angle, mask=pair, other=0.0).to(tl.float32)[None, :] * sign
+    cos_high = tl.load(cos + angle + R // 2, mask=pair, other=0.0).to(tl.float32)[None, :]
+    sin_high = tl.load(sin + angle + R // 2, mask=pair, other=0.0).to(tl.float32)[None, :] * sign
+    x += b * x_b + t.to(tl.int64) * x_t + h[:, None] * x_h
+    out += (token.to(tl.int64) * H + h[:, None]) * D
+    inside = (h < H)[:, None] & pair[None, :]
+    low = tl.load(x + i[None, :], mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(x + R // 2 + i[None, :], mask=inside, other=0.0).to(tl.float32)
+    kind = out.dtype.element_ty
+    tl.store(out + i[None, :], (low * cos_low - high * sin_low).to(kind), mask=inside)
+    tl.store(out + R // 2 + i[None, :], (high * cos_high + low * sin_high).to(kind), mask=inside)
+    if REST > 0:
+        j = R + tl.arange(0, REST)
+        inside = (h < H)[:, None] & (j < D)[None, :]
+        tl.store(out + j[None, :], tl.load(x + j[None, :], mask=inside, other=0.0), mask=inside)
+
+
+def triton_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
+    """As `ref_rope`."""
+    b, t, h, d = x.shape
+    rotary = cos.shape[-1]
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    cos, sin = cos.contiguous(), sin.contiguous()
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel() == 0:
+        return out
+    batched = cos.dim() == 3 and cos.shape[0] > 1
+    heads = min(triton.next_power_of_2(h), max(1, 4096 // triton.next_power_of_2(d)))
+    _rope[(b * t, triton.cdiv(h, heads))](
+        x, cos, sin, out, *x.stride()[:3], t * rotary if batched else 0, rotary, t, h,
+        -1.0 if inverse else 1.0, D=d, R=rotary, HALF=triton.next_power_of_2(rotary // 2),
+        REST=triton.next_power_of_2(d - rotary) if d > rotary else 0, BH=heads,
+    )  # fmt: skip
+    return out
+
+
 def _fake_rope(x, cos, sin, inverse):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-_rope = operator(
+_rope_op = operator(
     "rope(Tensor x, Tensor cos, Tensor sin, bool inverse) -> Tensor",
     reference=ref_rope,
     fake=_fake_rope,
+    cuda=triton_rope,
 )
 
 
@@ -55,4 +105,4 @@ def rope(x_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor, inverse: bool = False) 
         (), (1,), (b,)
     ):  # fmt: skip
         raise ValueError(f"rope: angles {tuple(cos_TR.shape)} do not fit x {tuple(x_BTHD.shape)}")
-    return _rope(x_BTHD, cos_TR, sin_TR, inverse)
+    return _rope_op(x_BTHD, cos_TR, sin_TR, inverse)

@@ -46,6 +46,12 @@ class How:
         if self.keep not in ("int8", "e4m3", "high"):
             raise ValueError(f"attention: keep={self.keep!r} is not one of int8, e4m3, high")
 
+    def scores(self, sinks: Tensor | None) -> Tensor | None:
+        """The sinks' values [H], FP32 at least, also where the parameter is a split master."""
+        if sinks is None:
+            return None
+        return weight_values(sinks, torch.promote_types(self.dtype, torch.float32))
+
     def store(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(codes [M * H, D], scale a row) of x [B, T, H, D]; (x, None) where kept as it is."""
         if self.keep == "high":
@@ -97,10 +103,10 @@ class AttentionFunction(torch.autograd.Function):
         if how.value_scale != 1.0:
             v = v * how.value_scale
         ctx.sinks_dtype = None if sinks is None else grad_dtype_of(sinks)
-        s = None if sinks is None else weight_values(sinks, torch.float32)
         out, lse = attention(
-            q, k, v, scale=how.scale, window=how.window, sinks=s, documents=documents
-        )
+            q, k, v, scale=how.scale, window=how.window, sinks=how.scores(sinks),
+            documents=documents,
+        )  # fmt: skip
         ctx.shape = tuple(out.shape)
         saved = (*how.store(q), *how.store(k), *how.store(v))
         if how.out_cast is None:
@@ -122,7 +128,7 @@ class AttentionFunction(torch.autograd.Function):
         dq, dk, dv, dsinks = attention_backward(
             grad_out.to(how.dtype), q, k, v, how.output(out, out_scale, ctx.shape), lse,
             scale=how.scale, window=how.window, documents=documents,
-            sinks=None if sinks is None else weight_values(sinks, torch.float32),
+            sinks=how.scores(sinks),
         )  # fmt: skip
         del q, k, v
         if cos is not None:
