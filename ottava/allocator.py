@@ -162,6 +162,7 @@ class AllocatorRecorder:
         self.timeline = Timeline()
         self._watched: tuple[nn.Module, object] | None = None
         self._marks: list[tuple[int, str]] = []
+        self._since = 0
         self._known: list[tuple[int, dict[int, str]]] = []  # (trace length, address -> category)
 
     def __enter__(self) -> AllocatorRecorder:
@@ -201,6 +202,11 @@ class AllocatorRecorder:
                 known[_address(parameter.grad)] = "gradients"
         self._known.append((at, known))
 
+    def start_span(self) -> None:
+        """The peak that counts is the peak from here on."""
+        self._since = len(self._snapshot()["device_traces"][self.device])
+        torch.cuda.reset_peak_memory_stats(self.device)
+
     def _snapshot(self) -> Mapping:
         torch.cuda.synchronize(self.device)
         return torch.cuda.memory._snapshot()
@@ -214,6 +220,8 @@ class AllocatorRecorder:
         marks, known = list(self._marks), list(self._known)
         count = len(timeline.events)
         for i in range(start, len(trace) + 1):
+            if i == self._since:
+                timeline.since = len(timeline.events)
             while marks and marks[0][0] <= i:
                 timeline.marks.append((len(timeline.events), marks.pop(0)[1]))
             while known and known[0][0] <= i:

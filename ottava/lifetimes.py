@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 CATEGORIES = ("weights", "master", "gradients", "moments", "activations", "temporary")
+LARGEST = 16  # groups of storages that a peak names
 EMPTY = -1  # the number of every storage without bytes, which no event mentions
 PHASES = ("forward", "backward", "step", "idle")
 
@@ -29,21 +30,29 @@ class Timeline:
 
     `events`: (storage, bytes), bytes > 0 at birth and < 0 at death. `marks`: (number of events
     before it, phase that starts there). `labels`: category of the storages that a registry knows.
+    `origins`: the operator that a storage came from, where it is known. `since`: the number of
+    events before the span whose peak is asked for.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
     labels: dict[int, str] = field(default_factory=dict)
+    origins: dict[int, str] = field(default_factory=dict)
+    since: int = 0
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most bytes that were alive at once, when, and as what. `by_category` adds up to `bytes`."""
+    """The most bytes that were alive at once, when, and as what. `by_category` adds up to `bytes`.
+
+    `largest`: (category, operator, storages, bytes) of what took most, by operator.
+    """
 
     bytes: int
     phase: str
     event: int
     by_category: dict[str, int]
+    largest: tuple[tuple[str, str, int, int], ...] = ()
 
 
 def categories(timeline: Timeline) -> dict[int, str]:
@@ -66,10 +75,8 @@ def categories(timeline: Timeline) -> dict[int, str]:
     return out
 
 
-def replay(
-    timeline: Timeline, *, sizes: Mapping[int, int] | None = None, since: int = 0
-) -> Peak:
-    """The exact peak over the events from number `since` on.
+def replay(timeline: Timeline, sizes: Mapping[int, int] | None = None) -> Peak:
+    """The exact peak over the events from number `timeline.since` on.
 
     `sizes`: bytes that each storage really occupies (allocator blocks), in place of its own bytes.
     """
@@ -83,21 +90,22 @@ def replay(
             total += size
         else:
             total -= alive.pop(storage)
-        if i + 1 >= since and (total > most or at < 0):
+        if i + 1 >= timeline.since and (total > most or at < 0):
             most, at = total, i
     kinds = categories(timeline)
     split = dict.fromkeys(CATEGORIES, 0)
+    groups: dict[tuple[str, str], list[int]] = {}
     for storage, size in _alive_after(timeline, at, sizes).items():
         split[kinds[storage]] += size
+        groups.setdefault((kinds[storage], timeline.origins.get(storage, "")), []).append(size)
+    ranked = sorted(((*k, len(v), sum(v)) for k, v in groups.items()), key=lambda g: -g[3])
     phase = "idle"
     for start, name in timeline.marks:
         phase = name if start <= at else phase
-    return Peak(bytes=most, phase=phase, event=at, by_category=split)
+    return Peak(most, phase, at, split, tuple(ranked[:LARGEST]))
 
 
-def _alive_after(
-    timeline: Timeline, event: int, sizes: Mapping[int, int] | None
-) -> dict[int, int]:
+def _alive_after(timeline: Timeline, event: int, sizes: Mapping[int, int] | None) -> dict[int, int]:
     alive: dict[int, int] = {}
     for storage, nbytes in timeline.events[: event + 1]:
         if nbytes > 0:
@@ -180,14 +188,6 @@ def _state_items(optimizer) -> Iterable[tuple[str, object]]:
     for state in optimizer.state.values():
         if isinstance(state, Mapping):
             yield from state.items()
-    # Buffers that the optimizer shares between parameters live on the object itself.
-    for name, value in vars(optimizer).items():
-        if name not in ("state", "param_groups", "defaults"):
-            if isinstance(value, torch.Tensor):
-                yield name, value
-            elif isinstance(value, list | tuple | dict):
-                tensors = [t for t in tree_iter(value) if type(t) is torch.Tensor]
-                yield name, tensors
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -215,6 +215,7 @@ class MemoryTracker(TorchDispatchMode):
         self._watched: tuple[nn.Module, object] | None = None
         self._hooks: list = []
         self._count = 0
+        self._operator = ""
 
     def register(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Label the storages of `tensors`, which count as alive from now on if they are new."""
@@ -237,6 +238,10 @@ class MemoryTracker(TorchDispatchMode):
         self._relabel()
         self.timeline.marks.append((len(self.timeline.events), phase))
 
+    def start_span(self) -> None:
+        """The peak that counts is the peak from here on."""
+        self.timeline.since = len(self.timeline.events)
+
     def __exit__(self, *exc) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -251,6 +256,7 @@ class MemoryTracker(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return out
         inside = self._temporaries(func, args, kwargs, out) if self._temporaries else 0
+        self._operator = func._schema.name
         for tensor in tree_iter(out):
             if isinstance(tensor, torch.Tensor):
                 self._see(tensor)
@@ -261,6 +267,7 @@ class MemoryTracker(TorchDispatchMode):
     def _next(self, nbytes: int) -> int:
         number, self._count = self._count, self._count + 1
         self.timeline.events.append((number, nbytes))
+        self.timeline.origins[number] = self._operator
         return number
 
     def _see(self, tensor: torch.Tensor) -> int:

@@ -115,11 +115,15 @@ def _grid(x0: float, x1: float, y0: float, y1: float, at) -> str:
     parts = []
     for y in ticks(y0, y1):
         _, py = at(x0, y)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py:.1f}" y2="{py:.1f}"/>')
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{py:.1f}" y2="{py:.1f}"/>'
+        )
         parts.append(f'<text class="end" x="{LEFT - 6}" y="{py + 4:.1f}">{number(y)}</text>')
     for x in ticks(x0, x1):
         px, _ = at(x, y0)
-        parts.append(f'<text class="mid" x="{px:.1f}" y="{HEIGHT - BOTTOM + 16}">{number(x)}</text>')
+        parts.append(
+            f'<text class="mid" x="{px:.1f}" y="{HEIGHT - BOTTOM + 16}">{number(x)}</text>'
+        )
     return "".join(parts)
 
 
@@ -190,7 +194,8 @@ def _empty(title: str) -> str:
 
 def _figure(title: str, height: int, body: str, legend: Sequence[tuple[str, int]]) -> str:
     entries = "".join(
-        f'<span><i class="b{color % NUM_COLORS}"></i>{escape(name)}</span>' for name, color in legend
+        f'<span><i class="b{color % NUM_COLORS}"></i>{escape(name)}</span>'
+        for name, color in legend
     )
     return (
         f"<figure><figcaption>{escape(title)}</figcaption>"

@@ -64,7 +64,9 @@ def compare_page(result: Mapping[str, Any]) -> str:
     charts = [_loss_chart(done), _gap_chart(done, result["baseline"])]
     memory = [(r["name"], {k: v / scale for k, v in _split(r).items()}) for r in done]
     charts += [
-        stacked_bars(memory, (*CATEGORIES, "all"), title="Memory at the peak, by category", unit=unit),
+        stacked_bars(
+            memory, (*CATEGORIES, "all"), title="Memory at the peak, by category", unit=unit
+        ),
         bars(
             [(r["name"], _floats(r["tok_per_s_each"])) for r in done],
             title="Throughput (median; the line spans the repeats)",
@@ -106,7 +108,9 @@ def run_page(metrics: Metrics) -> str:
     ):
         xs, ys = metrics.series("step", name)
         if xs:
-            body.append(lines([Series(title, xs, ys, 2)], title=title, x_label="step", y_label=label))
+            body.append(
+                lines([Series(title, xs, ys, 2)], title=title, x_label="step", y_label=label)
+            )
     skipped = [x for x in metrics.of("step") if x.get("stepped") is False]
     notes = [f"step {x['step']}: skipped: {x.get('cause', '')}" for x in skipped[-20:]]
     notes += [f"step {x['step']}: {x.get('text', '')}" for x in metrics.of("event")]

@@ -48,7 +48,9 @@ WORKLOADS = {
         Workload("W1", "dense-w1", 8, 2048, "1.47 B dense, Llama-shaped, 20 layers of 2048"),
         Workload("W2", "dense-w2", 4, 4096, "2.21 B dense, Llama-shaped, 8 layers of 4096"),
         Workload("W3", "mimo-v2-base", 4, 4096, "2.89 B MiMo-V2 proxy, 64 experts, top-8"),
-        Workload("W4", "pro-6L-E32", 1, 4096, "10.5 B, MiMo-V2.5-Pro's width, 6 layers, 32 experts"),
+        Workload(
+            "W4", "pro-6L-E32", 1, 4096, "10.5 B, MiMo-V2.5-Pro's width, 6 layers, 32 experts"
+        ),
         Workload("tiny", "mimo-v2-tiny", 4, 4096, "0.48 B MiMo-V2 proxy, 48 experts, top-8"),
         Workload("base", "mimo-v2-base", 4, 4096, "2.89 B MiMo-V2 proxy, 64 experts, top-8"),
     )

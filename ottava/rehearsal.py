@@ -1,0 +1,240 @@
+"""One training step on fake tensors: the real modules, autograd and optimizer, and no memory.
+
+Fake tensors live on the CPU whatever the target is, since a PyTorch without CUDA cannot run
+autograd on fake CUDA ones. What differs on CUDA is said here, in one place: the branches that plain
+models take there, the library's attention, and what an operator holds while it runs. Shapes that
+depend on data (tokens per expert) are those of a balanced router.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from . import prepare
+from .allocator import block_sizes
+from .config import Run
+from .convert import revert
+from .kernels.split import SplitParameter
+from .layers.head import causal_loss
+from .layers.saved import clock
+from .lifetimes import MemoryTracker, Peak, follow, replay
+from .models.moe import Router
+from .optim.clip import clip_grad_norm_
+from .optim.ema import EMA
+from .optim.fused_backward import fuse_backward
+from .recompute import wrap_recompute
+
+_AUTOCAST = {
+    "autocast-bf16": torch.bfloat16,
+    "autocast-fp16": torch.float16,
+    "fp8": torch.bfloat16,
+    "storage": torch.bfloat16,
+}
+# Measured: cuBLAS keeps a workspace for each thread that multiplies (forward's and backward's).
+CUBLAS_WORKSPACE = 2 * (32 << 20)
+BLOCK = 128  # rows that attention kernels pad their FP32 buffers to
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fake mode that also takes the few real tensors that a module keeps as constants."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def on_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
+    """A copy of `model` (real, or on meta) whose parameters and buffers are fake, uninitialised.
+
+    dtype: that of floating-point parameters (None: as they are); routers stay FP32. Tied parameters
+    stay tied. Conversions are taken back, so that another plan can be applied.
+    """
+    high = {id(p) for m in model.modules() if isinstance(m, Router) for p in m.parameters()}
+    memo: dict[int, object] = {}
+    with mode:
+        for tensor in (*model.parameters(), *model.buffers()):
+            like = torch.empty(tensor.shape, dtype=tensor.dtype)
+            if isinstance(tensor, nn.Parameter):
+                if dtype and id(tensor) not in high and tensor.is_floating_point():
+                    like = like.to(dtype)
+                like = nn.Parameter(like, requires_grad=tensor.requires_grad)
+            memo[id(tensor)] = like
+    return revert(copy.deepcopy(model, memo))
+
+
+@contextlib.contextmanager
+def target(kind: str) -> Iterator[None]:
+    """Let Python code see what it would on `kind` ("cpu" or "cuda"), in backward too.
+
+    A mode for functions would be off inside `Tensor.backward`, where layers are recomputed, so
+    the names themselves are replaced for the time being.
+    """
+    plain = torch.bincount, F.scaled_dot_product_attention
+    torch.bincount = _balanced_counts
+    if kind == "cuda":
+        FakeTensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
+        F.scaled_dot_product_attention = _attend
+    try:
+        yield
+    finally:
+        torch.bincount, F.scaled_dot_product_attention = plain
+        if "is_cuda" in FakeTensor.__dict__:
+            del FakeTensor.is_cuda
+
+
+class _Counts(FakeTensor):
+    """Tokens per expert, whose values Python code asks for: every expert gets the same share."""
+
+    def tolist(self) -> list[int]:
+        rows, groups = self._rows, self.numel()
+        return [rows // groups + (i < rows % groups) for i in range(groups)]
+
+
+def _balanced_counts(index: torch.Tensor, weights=None, minlength: int = 0) -> torch.Tensor:
+    counts = index.new_empty(minlength, dtype=torch.int64)
+    counts.__class__ = _Counts
+    counts._rows = index.numel()
+    return counts
+
+
+def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+            enable_gqa=False):  # fmt: skip
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = (x.to(dtype) for x in (query, key, value))
+    return _FusedAttention.apply(query, key, value)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """The library's fused attention, in memory only: q, k, v, output and one FP32 a row are kept.
+
+    [B, H, T, D] query, [B, G, S, D] key, [B, G, S, V] value -> [B, H, T, V].
+    """
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        batch, heads, length, _ = query.shape
+        # The kernels write [B, T, H, V], seen through a transpose.
+        out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
+        lse = query.new_empty(batch, heads, length, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        query, key, value, _, _ = ctx.saved_tensors
+        wide = query.new_empty(attention_backward_bytes(query.transpose(1, 2)), dtype=torch.uint8)
+        grads = [torch.empty_like(query)]
+        shared = query.shape[1] // key.shape[1]
+        for x in (key, value):
+            grad_x = x.new_empty(x.shape[0], x.shape[1] * shared, *x.shape[2:])
+            grads.append(grad_x.unflatten(1, (-1, shared)).sum(2) if shared > 1 else grad_x)
+        del wide
+        return tuple(grads)
+
+
+def attention_backward_bytes(q_BTHD: torch.Tensor) -> int:
+    """What the attention kernels hold in backward: the query's gradient and one row sum in FP32."""
+    batch, length, heads, width = q_BTHD.shape
+    rows = -(-length // BLOCK) * BLOCK
+    return 4 * batch * heads * rows * (-(-width // 32) * 32 + 1)
+
+
+# Bytes that an operator's CUDA form holds beyond its outputs, by its arguments.
+_HELD: dict[str, Callable[..., int]] = {
+    "ottava::attention_backward": lambda grad_out, q, *_: attention_backward_bytes(q),
+}
+
+
+def held_on_cuda(func, args: Iterable, kwargs: dict, out) -> int:
+    """Bytes that `func` allocates and frees inside itself on CUDA (see `MemoryTracker`)."""
+    held = _HELD.get(func._schema.name) if func.namespace == "ottava" else None
+    return held(*args) if held else 0
+
+
+class _FakeSplit(SplitParameter, FakeTensor):
+    """A split master on fake tensors: both classes' behaviour."""
+
+
+def _restore_split_class(model: nn.Module) -> None:
+    """Splitting marks a fake parameter but leaves its class, which is what makes it fake."""
+    for parameter in model.parameters():
+        if isinstance(parameter, SplitParameter):
+            parameter.__class__ = _FakeSplit
+
+
+class Rehearsal:
+    """A run prepared on fake tensors, and its step."""
+
+    def __init__(self, run: Run, model: nn.Module | None, device: str) -> None:
+        self.run, self.device, self.settings = run, device, run.settings
+        self.mode, self._clock = fake_mode(), (clock.seed, clock.step)
+        where = device if device == "cpu" or torch.cuda.is_available() else "cpu"
+        plain = prepare.build_model(run, "meta") if model is None else model
+        dtype = prepare.DTYPES[self.settings.param_dtype]
+        self.model = on_fakes(plain, self.mode, dtype).train()
+        with self._inside():
+            plan = prepare.convert_for(run, self.model, where)
+            wrap_recompute(self.model, run.train.recompute, plan, contextlib.nullcontext)
+            self.optimizer = prepare.make_optimizer(run, self.model)
+            _restore_split_class(self.model)
+            self.handle = fuse_backward(self.model, self.optimizer) if self.settings.fused else None
+            self.ema = EMA(self.model, run.ema.decay) if run.ema.decay else None
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        with self.mode, target(self.device):
+            yield
+
+    def measure(self) -> tuple[Peak, int]:
+        """The peak of the second step, and the bytes that the CUDA allocator would reserve."""
+        cuda = self.device == "cuda"
+        tracker = MemoryTracker(held_on_cuda if cuda else None)
+        try:
+            with self._inside(), tracker:
+                if cuda:
+                    workspace = torch.empty(CUBLAS_WORKSPACE, dtype=torch.uint8)
+                with follow(tracker, self.model, self.optimizer):
+                    if self.ema is not None:
+                        tracker.register("moments", self.ema.shadow.values())
+                    self._step()
+                    tracker.start_span()
+                    self._step()
+                if cuda:
+                    del workspace
+        finally:
+            clock.seed, clock.step = self._clock
+        if not cuda:
+            return replay(tracker.timeline), 0
+        sizes, reserved = block_sizes(tracker.timeline)
+        return replay(tracker.timeline, sizes), reserved
+
+    def _step(self) -> None:
+        train = self.run.train
+        shape = (train.micro_batch, self.run.data.sequence_length)
+        for _ in range(train.accumulate):
+            loss = self._loss(shape)
+            loss.backward()
+            del loss
+        if self.handle is None:
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
+            clip_grad_norm_(parameters, self.run.optimizer.clip_norm or float("inf"))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.ema is not None:
+            self.ema.update()
+
+    def _loss(self, shape: tuple[int, int]) -> torch.Tensor:
+        ids = torch.empty(shape, dtype=torch.int64)
+        inputs = {"labels": torch.empty(shape, dtype=torch.int64)}
+        if self.run.data.document_mask:
+            inputs["documents"] = torch.empty(shape, dtype=torch.int32)
+        dtype = _AUTOCAST.get(self.settings.compute)
+        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
+            if self.settings.chunked_loss:
+                return causal_loss(self.model, ids, **inputs)
+            return self.model(ids, **inputs).loss
