@@ -16,7 +16,7 @@ from .kernels.gemm import has_fp8_unit
 from .layers import attention as attention_layer
 from .layers.embedding import Embedding
 from .layers.experts import Experts
-from .layers.head import ChunkedCausalLM
+from .layers.head import ChunkedCausalLM, chunked_class, why_whole
 from .layers.linear import Linear
 from .layers.mlp import GatedMLP
 from .layers.norm import LayerNorm, RMSNorm
@@ -62,7 +62,9 @@ def plan(
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
     emulated = chosen.recipe.any_fp8 and not has_fp8_unit(device)
-    return resolve(model, chosen, emulated=emulated, recompute=recompute)
+    made = resolve(model, chosen, emulated=emulated, recompute=recompute)
+    why = why_whole(model)
+    return made if why is None else made.explain("causal_lm", f"head not in chunks: {why}")
 
 
 def convert(
@@ -134,8 +136,10 @@ def _out_cast(row: Row, plan: Plan):
 
 def _swap(module: nn.Module, target: type, settings: dict) -> None:
     if not isinstance(module, target):
-        module.__dict__["_ottava_class"] = type(module)
-        module.__class__ = target
+        cls = module.__dict__["_ottava_class"] = type(module)
+        own = cls.__module__.startswith("torch.nn.") or not issubclass(cls, target.__base__)
+        # A user's subclass of nn.Linear keeps its attributes and methods beside our forward.
+        module.__class__ = target if own else type(cls.__name__, (target, cls), {})
     for name, value in settings.items():
         module.__dict__[name] = value
     known = module.__dict__.get("_ottava_settings", ())
@@ -144,10 +148,9 @@ def _swap(module: nn.Module, target: type, settings: dict) -> None:
 
 def _swap_causal_lm(model: nn.Module) -> None:
     cls = type(model)
-    if not issubclass(cls, ChunkedCausalLM):
+    if not issubclass(cls, ChunkedCausalLM) and why_whole(model) is None:
         model.__dict__["_ottava_class"] = cls
-        # The same name, so that save_pretrained writes the plain architecture.
-        model.__class__ = type(cls.__name__, (ChunkedCausalLM, cls), {"__module__": cls.__module__})
+        model.__class__ = chunked_class(cls)
 
 
 def _tag_parameters(module: nn.Module, row: Row, number: int) -> None:

@@ -10,11 +10,14 @@ import sys
 
 import pytest
 import torch
+from torch.utils._device import _device_constructors
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before anything imports triton
 
 torch.set_num_threads(1)
+# `torch.device(...)` as a context knows allocators by identity, from a cache: fill it unpatched.
+_device_constructors()
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 

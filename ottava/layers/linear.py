@@ -30,7 +30,11 @@ from .saved import AmaxHistory, Kept, clock, codes_of, transposes
 
 def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:
     """The dtype in which autograd stores this parameter's gradient."""
-    return parameter.grad_dtype or parameter.dtype
+    if isinstance(parameter, SplitParameter):
+        return torch.bfloat16
+    if torch.compiler.is_compiling():  # grad_dtype cannot be traced; autograd casts afterwards
+        return parameter.dtype
+    return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
 
 
 def weight_values(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -162,6 +166,8 @@ class LinearFunction(torch.autograd.Function):
             kept = kept_scale = None
         elif not how.recipe.keeps_codes:
             kept, kept_scale = x_MK, None
+        elif kept is None:
+            kept, kept_scale = rows, rows_scale
         ctx.save_for_backward(kept, kept_scale, weight_NK)
         x_q = None if rows is None else Quantized(rows, rows_scale, how.recipe.input.granularity)
         return how.output(x_MK, x_q, weight_NK, bias_N)
@@ -184,6 +190,16 @@ class LinearFunction(torch.autograd.Function):
         if wants_b:
             grad_b = grad_MN.sum(0, dtype=torch.float32).to(ctx.bias_dtype)
         return grad_x, grad_w, grad_b, None, None, None, None, None
+
+
+def flat(rows: Quantized | None, kept: Kept | None) -> tuple[torch.Tensor | None, ...]:
+    """(rows, rows_scale, kept, kept_scale) for an autograd function; the kept pair is None where
+    the rows themselves are kept (no function takes the same tensor twice under torch.compile)."""
+    apart = kept is not None and kept.is_cols
+    return (
+        *((None, None) if rows is None else (rows.codes, rows.scale)),
+        *((kept.q.codes, kept.q.scale) if apart else (None, None)),
+    )
 
 
 class Linear(nn.Linear):
@@ -212,10 +228,7 @@ class Linear(nn.Linear):
             x.reshape(-1, self.in_features),
             self.weight,
             self.bias,
-            None if rows is None else rows.codes,
-            None if rows is None else rows.scale,
-            None if kept is None else kept.q.codes,
-            None if kept is None else kept.q.scale,
+            *flat(rows, kept),
             how,
         )
         return y.view(*x.shape[:-1], self.out_features)

@@ -18,7 +18,7 @@ from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe
 from .autocast import recipe_in_force
-from .linear import Linear
+from .linear import Linear, flat
 from .saved import Kept, codes_of
 
 
@@ -34,6 +34,8 @@ class GatedMLPFunction(torch.autograd.Function):
         h, amax, *gate_up = swiglu_kernels.swiglu(gate, up)
         del gate, up
         gate_up = [None] * 4 if recompute else gate_up
+        if kept is None:
+            kept, kept_scale = rows, rows_scale
         ctx.save_for_backward(kept, kept_scale, *gate_up, w_gate, w_up, w_down)
         h_q = how_down.cast(0, h, "rows", amax) if how_down.recipe.output.fp8 else None
         return how_down.output(h, h_q, w_down)
@@ -102,10 +104,7 @@ class GatedMLP(nn.Module):
         y = GatedMLPFunction.apply(
             x.reshape(-1, x.shape[-1]),
             *(m.weight for m in three),
-            rows.codes,
-            rows.scale,
-            kept.q.codes,
-            kept.q.scale,
+            *flat(rows, kept),
             hows,
             self.recompute,
         )

@@ -16,7 +16,7 @@ from ..kernels import norm as norm_kernels
 from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
-from .linear import How, grad_dtype_of, plain_weight, weight_values
+from .linear import How, flat, grad_dtype_of, plain_weight, weight_values
 from .saved import AmaxHistory, carry, cast_input
 
 
@@ -38,8 +38,8 @@ class NormFunction(torch.autograd.Function):
             return y, None, None, None, None
         rows, kept = cast_input(y, how, amax)
         ctx.save_for_backward(kept.q.codes, kept.q.scale, rstd, weight_H, bias_H)
-        codes = (rows.codes, rows.scale, kept.q.codes, kept.q.scale)
-        ctx.mark_non_differentiable(*codes)
+        codes = flat(rows, kept)
+        ctx.mark_non_differentiable(*(c for c in codes if c is not None))
         return y, *codes
 
     @staticmethod
@@ -75,6 +75,8 @@ def _norm(module: nn.Module, x: torch.Tensor, weight, bias, eps: float, is_rms: 
     y, rows, rows_scale, kept, kept_scale = NormFunction.apply(x_MH, weight, bias, eps, how, is_rms)
     y = y.view(x.shape)
     if how is not None and not torch.compiler.is_compiling():
+        if kept is None:
+            kept, kept_scale = rows, rows_scale
         rows = Quantized(rows, rows_scale, recipe.input.granularity)
         carry(y, recipe.input, rows, how.kept(kept, kept_scale))
     return y

@@ -35,7 +35,12 @@ _RMS_CLASSES = {"torch.nn.modules.normalization.RMSNorm"} | {
         "mimo_v2_flash": "MiMoV2Flash",
     }.items()
 }
-_MODELS = "ottava.models."
+_MODELS, _LAYERS = "ottava.models.", "ottava.layers."
+# Attention modules that call transformers' attention interface between q/k/v_proj and o_proj.
+_HF_ATTENTION = {
+    f"transformers.models.{m}.modeling_{m}.{c}Attention"
+    for m, c in {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.items()
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +141,11 @@ class Plan:
         )
         return replace(self, rows=rows)
 
+    def explain(self, kind: str, reason: str) -> Plan:
+        """A plan in which the rows of `kind` carry this reason."""
+        rows = tuple(replace(r, reason=reason) if r.kind == kind else r for r in self.rows)
+        return replace(self, rows=rows)
+
     def to_dict(self) -> dict:
         """Plain data (JSON); `Plan.from_dict` reads it back equal."""
         rows = []
@@ -208,13 +218,18 @@ class Plan:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
+def original_class(module: nn.Module) -> type:
+    """The module's class before conversion."""
+    return module.__dict__.get("_ottava_class", type(module))
+
+
 def kind_of(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
     """What a module is to the plan, or None where it holds nothing that the plan decides.
 
     Kinds: linear, norm, layernorm, mlp, attention, experts, router, embedding, head, causal_lm.
     By exact class or by structure, never by a part of a class name.
     """
-    cls = type(module)
+    cls = original_class(module)
     path = f"{cls.__module__}.{cls.__qualname__}"
     ours = path.startswith(_MODELS)
     if isinstance(module, nn.Linear):
@@ -230,6 +245,8 @@ def kind_of(module: nn.Module, name: str, parent: nn.Module | None) -> str | Non
         return "layernorm"
     if ours and cls.__name__ in ("AttentionCore", "Experts", "Router"):
         return {"AttentionCore": "attention"}.get(cls.__name__, cls.__name__.lower())
+    if path in _HF_ATTENTION:
+        return "attention"
     parameters = dict(module.named_parameters(recurse=False))
     if {"gate_up_proj", "down_proj"} <= set(parameters) and parameters["down_proj"].dim() == 3:
         return "experts"
@@ -260,7 +277,6 @@ def resolve(
     named = list(model.named_modules(remove_duplicate=True))
     modules = dict(named)
     head = _output_head(model)
-    ids = {id(m): n for n, m in named}
     tied = _tied_to_embedding(model)
     rows: list[Row] = []
     for name, module in named:
@@ -271,7 +287,7 @@ def resolve(
         if kind is not None:
             rows.append(_row(name, kind, module, policy, tied))
     rows = _first_last(rows, policy)
-    if any(id(m) in ids for m in (head,) if m is not None) and hasattr(model, "base_model"):
+    if head is not None and callable(getattr(model, "get_decoder", None)):
         rows.append(Row(name="", kind="causal_lm", shape=(), recipe=None, reason="head in chunks"))
     rows = _second_pass(rows, modules, policy)
     plan = Plan(rows=tuple(rows), policy=policy.name, emulated=emulated, recompute=recompute)
@@ -319,10 +335,9 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
     if kind == "head":
         return replace(row, reason=f"output head: high by policy {policy.name!r}")
     if kind == "linear":
-        if type(module) is not nn.Linear and not hasattr(module, "_ottava_class"):
-            own_forward = type(module).forward is not nn.Linear.forward
-            if own_forward:
-                return replace(row, reason=f"{type(module).__name__} has its own forward")
+        cls = original_class(module)
+        if cls.forward is not nn.Linear.forward and not cls.__module__.startswith(_LAYERS):
+            return replace(row, reason=f"{cls.__name__} has its own forward")
         if id(weight) in tied:
             return replace(row, reason="weight tied to an embedding")
         if min(shape) < policy.smallest:
