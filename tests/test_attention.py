@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ottava.kernels import attention as kernels
 from ottava.kernels import flash
 from ottava.kernels.attention import attention, attention_backward, document_bounds
-from ottava.kernels.rope import rope, triton_rope
+from ottava.kernels.cast import quantize_int8
+from ottava.kernels.rope import rope, rope_int8, triton_rope, triton_rope_int8
 from ottava.layers import attention as layer
 from ottava.layers.autocast import autocast
 from ottava.layers.linear import Linear
@@ -270,6 +271,7 @@ def test_operators_keep_their_contract():
     angles = torch.randn(5, 4)
     args = (q, angles, angles, False)
     torch.library.opcheck(torch.ops.ottava.rope.default, args, test_utils=tests)
+    torch.library.opcheck(torch.ops.ottava.rope_int8.default, args[:3], test_utils=tests)
 
 
 # -------------------------------------------------------------------------------------------- rope
@@ -308,6 +310,22 @@ def test_rope_in_triton(batched, inverse, device):
     x = torch.randn(2, 13, 5 * 24 + 8, device=device)[..., 8:].unflatten(-1, (5, 24))
     want = torch.ops.ottava.rope(x.cpu(), cos.cpu(), sin.cpu(), inverse)
     torch.testing.assert_close(triton_rope(x, cos, sin, inverse).cpu(), want, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("rotary", [8, 24])
+def test_rope_with_codes_is_rope_then_the_cast(rotary, device):
+    cos, sin = (x.to(device) for x in tables(13, rotary))
+    x = torch.randn(2, 13, 5, 24, device=device).half()
+    x[0, 1, 2] = 0
+    x[1, 3, 0, 5], x[1, 4, 1, -1] = torch.nan, torch.inf
+    y, codes, scale = rope_int8(x, cos, sin)
+    assert torch.equal(y.nan_to_num(), rope(x, cos, sin).nan_to_num())
+    want = quantize_int8(y.flatten(0, 2), 24)
+    torch.testing.assert_close((codes, scale), want, rtol=0, atol=0, equal_nan=True)
+    turned, got, got_scale = triton_rope_int8(x, cos, sin)
+    torch.testing.assert_close(turned, y, rtol=1e-3, atol=1e-3, equal_nan=True)
+    want = quantize_int8(turned.flatten(0, 2), 24)
+    torch.testing.assert_close((got, got_scale), want, rtol=0, atol=0, equal_nan=True)
 
 
 def test_rope_refuses_angles_that_do_not_fit():

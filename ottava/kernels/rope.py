@@ -4,7 +4,8 @@ With i < R/2 and the angles of a position:
     y_i         = x_i cos_i - x_{i+R/2} sin_i
     y_{i+R/2}   = x_{i+R/2} cos_{i+R/2} + x_i sin_{i+R/2}
 Dims R..D-1 pass unchanged. The inverse (and so the backward, a rotation being orthogonal) is the
-same with -sin. Arithmetic in FP32, rounded once to x's dtype.
+same with -sin. Arithmetic in FP32, rounded once to x's dtype. `rope_int8` also gives the int8 codes
+of the result, one scale per head row, from the same pass.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .cast import int8_encode, int8_scale, magnitude_bits, ref_quantize_int8
 from .op import operator, tl, triton
 
 
@@ -28,10 +30,17 @@ def ref_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     return out
 
 
+def ref_rope_int8(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Reference of `rope_int8`."""
+    y = ref_rope(x, cos, sin, False)
+    return [y, *ref_quantize_int8(y.flatten(0, 2), y.shape[-1])]
+
+
 @triton.jit
 def _rope(
-    x, cos, sin, out, x_b, x_t, x_h, a_b, a_t, T, H, sign,
+    x, cos, sin, out, codes, scale, x_b, x_t, x_h, a_b, a_t, T, H, sign,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr,
+    INT8: tl.constexpr,
 ):  # fmt: skip
     """One program turns BH heads of one token. HALF >= R / 2 and REST >= D - R are powers of two."""
     token = tl.program_id(0)
@@ -45,40 +54,81 @@ def _rope(
     cos_high = tl.load(cos + angle + R // 2, mask=pair, other=0.0).to(tl.float32)[None, :]
     sin_high = tl.load(sin + angle + R // 2, mask=pair, other=0.0).to(tl.float32)[None, :] * sign
     x += b * x_b + t.to(tl.int64) * x_t + h[:, None] * x_h
-    out += (token.to(tl.int64) * H + h[:, None]) * D
+    row = token.to(tl.int64) * H + h
+    at = row[:, None] * D
     inside = (h < H)[:, None] & pair[None, :]
     low = tl.load(x + i[None, :], mask=inside, other=0.0).to(tl.float32)
     high = tl.load(x + R // 2 + i[None, :], mask=inside, other=0.0).to(tl.float32)
-    kind = out.dtype.element_ty
-    tl.store(out + i[None, :], (low * cos_low - high * sin_low).to(kind), mask=inside)
-    tl.store(out + R // 2 + i[None, :], (high * cos_high + low * sin_high).to(kind), mask=inside)
+    new_low = (low * cos_low - high * sin_low).to(out.dtype.element_ty)
+    new_high = (high * cos_high + low * sin_high).to(out.dtype.element_ty)
+    tl.store(out + at + i[None, :], new_low, mask=inside)
+    tl.store(out + at + R // 2 + i[None, :], new_high, mask=inside)
+    j = R + i
+    tail = inside
+    rest = new_low
     if REST > 0:
         j = R + tl.arange(0, REST)
-        inside = (h < H)[:, None] & (j < D)[None, :]
-        tl.store(out + j[None, :], tl.load(x + j[None, :], mask=inside, other=0.0), mask=inside)
+        tail = (h < H)[:, None] & (j < D)[None, :]
+        rest = tl.load(x + j[None, :], mask=tail, other=0.0)
+        tl.store(out + at + j[None, :], rest, mask=tail)
+    if INT8:  # of the rounded values, as a cast of the stored tensor would see them
+        new_low, new_high = new_low.to(tl.float32), new_high.to(tl.float32)
+        top = tl.maximum(tl.max(magnitude_bits(new_low), 1), tl.max(magnitude_bits(new_high), 1))
+        if REST > 0:
+            top = tl.maximum(top, tl.max(magnitude_bits(rest.to(tl.float32)), 1))
+        s = int8_scale(top)
+        tl.store(scale + row, s.to(tl.bfloat16), mask=h < H)
+        inverse = tl.div_rn(1.0, s)[:, None]
+        tl.store(codes + at + i[None, :], int8_encode(new_low * inverse), mask=inside)
+        tl.store(codes + at + R // 2 + i[None, :], int8_encode(new_high * inverse), mask=inside)
+        if REST > 0:
+            rest = int8_encode(rest.to(tl.float32) * inverse)
+            tl.store(codes + at + j[None, :], rest, mask=tail)
+
+
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, codes, scale, sign: float) -> None:
+    b, t, h, d = x.shape
+    rotary = cos.shape[-1]
+    if out.numel() == 0:
+        return
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    batched = cos.dim() == 3 and cos.shape[0] > 1
+    heads = min(triton.next_power_of_2(h), max(1, 4096 // triton.next_power_of_2(d)))
+    _rope[(b * t, triton.cdiv(h, heads))](
+        x, cos.contiguous(), sin.contiguous(), out,
+        out if codes is None else codes, out if scale is None else scale,
+        *x.stride()[:3], t * rotary if batched else 0, rotary, t, h, sign,
+        D=d, R=rotary, HALF=triton.next_power_of_2(rotary // 2),
+        REST=triton.next_power_of_2(d - rotary) if d > rotary else 0, BH=heads,
+        INT8=codes is not None,
+    )  # fmt: skip
 
 
 def triton_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
     """As `ref_rope`."""
-    b, t, h, d = x.shape
-    rotary = cos.shape[-1]
-    x = x if x.stride(-1) == 1 else x.contiguous()
-    cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel() == 0:
-        return out
-    batched = cos.dim() == 3 and cos.shape[0] > 1
-    heads = min(triton.next_power_of_2(h), max(1, 4096 // triton.next_power_of_2(d)))
-    _rope[(b * t, triton.cdiv(h, heads))](
-        x, cos, sin, out, *x.stride()[:3], t * rotary if batched else 0, rotary, t, h,
-        -1.0 if inverse else 1.0, D=d, R=rotary, HALF=triton.next_power_of_2(rotary // 2),
-        REST=triton.next_power_of_2(d - rotary) if d > rotary else 0, BH=heads,
-    )  # fmt: skip
+    _launch(x, cos, sin, out, None, None, -1.0 if inverse else 1.0)
     return out
+
+
+def triton_rope_int8(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """As `ref_rope_int8`."""
+    out, codes, scale = _fake_rope_int8(x, cos, sin)
+    _launch(x, cos, sin, out, codes, scale, 1.0)
+    return [out, codes, scale]
 
 
 def _fake_rope(x, cos, sin, inverse):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _fake_rope_int8(x, cos, sin):
+    d, rows = x.shape[-1], x.shape[0] * x.shape[1] * x.shape[2]
+    return [
+        torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        torch.empty(rows, d, dtype=torch.int8, device=x.device),
+        torch.empty(rows, 1, dtype=torch.bfloat16, device=x.device),
+    ]
 
 
 _rope_op = operator(
@@ -88,6 +138,13 @@ _rope_op = operator(
     cuda=triton_rope,
 )
 
+_rope_int8_op = operator(
+    "rope_int8(Tensor x, Tensor cos, Tensor sin) -> Tensor[]",
+    reference=ref_rope_int8,
+    fake=_fake_rope_int8,
+    cuda=triton_rope_int8,
+)
+
 
 def rope(x_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor, inverse: bool = False) -> Tensor:
     """x rotated (out of place, contiguous). cos, sin: [T, R] or [B or 1, T, R], R even, R <= D.
@@ -95,6 +152,19 @@ def rope(x_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor, inverse: bool = False) 
     As Hugging Face makes them: cos and sin of all R dims, the second half repeating the first.
     Raises ValueError on shapes that do not fit.
     """
+    _check(x_BTHD, cos_TR, sin_TR)
+    return _rope_op(x_BTHD, cos_TR, sin_TR, inverse)
+
+
+def rope_int8(x_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(x rotated, its int8 codes [B * T * H, D], BF16 scales [B * T * H, 1]): as `rope` followed by
+    `quantize_int8` of the head rows, bit for bit."""
+    _check(x_BTHD, cos_TR, sin_TR)
+    out, codes, scale = _rope_int8_op(x_BTHD, cos_TR, sin_TR)
+    return out, codes, scale
+
+
+def _check(x_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> None:
     b, t, _, d = x_BTHD.shape
     rotary = cos_TR.shape[-1]
     if cos_TR.shape != sin_TR.shape or rotary % 2 or not 0 < rotary <= d:
@@ -105,4 +175,3 @@ def rope(x_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor, inverse: bool = False) 
         (), (1,), (b,)
     ):  # fmt: skip
         raise ValueError(f"rope: angles {tuple(cos_TR.shape)} do not fit x {tuple(x_BTHD.shape)}")
-    return _rope_op(x_BTHD, cos_TR, sin_TR, inverse)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from ..kernels import cast as cast_kernels
 from ..kernels.attention import attention, attention_backward
 from ..kernels.cast import Quantized
-from ..kernels.rope import rope
+from ..kernels.rope import rope, rope_int8
 from ..numerics.recipe import Cast, Recipe
 from .autocast import recipe_in_force
 from .linear import compute_dtype, grad_dtype_of, weight_values
@@ -51,6 +51,15 @@ class How:
         if sinks is None:
             return None
         return weight_values(sinks, torch.promote_types(self.dtype, torch.float32))
+
+    def turn(self, x: Tensor, cos: Tensor | None, sin: Tensor | None):
+        """(x after rope, codes, scale): what attention reads, and what `store` makes of it."""
+        if cos is None:
+            return x, *self.store(x)
+        if self.keep == "int8":
+            return rope_int8(x, cos, sin)
+        x = rope(x, cos, sin)
+        return x, *self.store(x)
 
     def store(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """(codes [M * H, D], scale a row) of x [B, T, H, D]; (x, None) where kept as it is."""
@@ -98,8 +107,8 @@ class AttentionFunction(torch.autograd.Function):
         ctx.how, ctx.heads = how, (q.shape[2], k.shape[2])
         ctx.dtypes = (q.dtype, k.dtype, v.dtype)
         q, k, v = (x.to(how.dtype) for x in (q, k, v))
-        if cos is not None:
-            q, k = rope(q, cos, sin), rope(k, cos, sin)
+        q, *kept_q = how.turn(q, cos, sin)
+        k, *kept_k = how.turn(k, cos, sin)
         if how.value_scale != 1.0:
             v = v * how.value_scale
         ctx.sinks_dtype = None if sinks is None else grad_dtype_of(sinks)
@@ -108,7 +117,7 @@ class AttentionFunction(torch.autograd.Function):
             documents=documents,
         )  # fmt: skip
         ctx.shape = tuple(out.shape)
-        saved = (*how.store(q), *how.store(k), *how.store(v))
+        saved = (*kept_q, *kept_k, *how.store(v))
         if how.out_cast is None:
             ctx.save_for_backward(*saved, out, None, lse, cos, sin, sinks, documents)
             return out, None, None, None, None
