@@ -16,6 +16,22 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+class _Logits(torch.autograd.Function):
+    """x @ weight^T in FP32, keeping x in its own dtype for backward and no FP32 copy."""
+
+    @staticmethod
+    def forward(ctx, x_Th, weight_Eh):
+        ctx.save_for_backward(x_Th, weight_Eh)
+        return F.linear(x_Th.float(), weight_Eh.float())
+
+    @staticmethod
+    def backward(ctx, grad_TE):
+        x, weight = ctx.saved_tensors
+        grad_x = (grad_TE @ weight.float()).to(x.dtype) if ctx.needs_input_grad[0] else None
+        grad_w = (grad_TE.mT @ x.float()).to(weight.dtype) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_w
+
+
 class Router(nn.Module):
     """Sigmoid router with a correction bias that only selects. FP32 throughout, autocast or not.
 
@@ -58,7 +74,7 @@ class Router(nn.Module):
         """x [..., T, h] -> expert numbers [tokens, k] int64 and their weights [tokens, k] FP32."""
         tokens = x_BTh.reshape(-1, x_BTh.shape[-1])
         with torch.autocast(x_BTh.device.type, enabled=False):
-            score = F.linear(tokens.float(), self.weight.float()).sigmoid()
+            score = _Logits.apply(tokens, self.weight).sigmoid()
             index = (score + self.e_score_correction_bias).topk(self.top_k, dim=-1, sorted=False)[1]
             weight = score.gather(1, index)
             if self.norm_topk_prob:
@@ -160,47 +176,82 @@ class _Combine(torch.autograd.Function):
         return grad_Th[order // ctx.top_k], None, None, None
 
 
+def _expert_slices(ends_E: Tensor) -> list[slice]:
+    stops = ends_E.tolist()
+    return [slice(a, b) for a, b in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+@torch.library.custom_op("ottava_models::expert_linear", mutates_args=())
+def expert_linear(x_PK: Tensor, w_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Rows in expert order times their expert's weight: [P, N]. ends: int32, past each last row."""
+    if x_PK.is_cuda and x_PK.dtype == torch.bfloat16:
+        return F.grouped_mm(x_PK, w_ENK.mT, offs=ends_E)
+    return torch.cat(
+        [F.linear(x_PK[rows], w_ENK[e]) for e, rows in enumerate(_expert_slices(ends_E))]
+    )
+
+
+@torch.library.custom_op("ottava_models::expert_linear_grad_weight", mutates_args=())
+def expert_linear_grad_weight(grad_PN: Tensor, x_PK: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's grad^T @ x over its own rows, [E, N, K]; exactly zero where it has none."""
+    if x_PK.is_cuda and x_PK.dtype == torch.bfloat16:
+        grad_w = F.grouped_mm(grad_PN.mT, x_PK, offs=ends_E)
+        empty = ends_E.diff(prepend=ends_E.new_zeros(1)) == 0
+        return grad_w.masked_fill_(empty[:, None, None], 0.0)
+    return torch.stack([grad_PN[rows].mT @ x_PK[rows] for rows in _expert_slices(ends_E)])
+
+
+@expert_linear.register_fake
+def _(x_PK, w_ENK, ends_E):
+    return x_PK.new_empty(x_PK.shape[0], w_ENK.shape[1])
+
+
+@expert_linear_grad_weight.register_fake
+def _(grad_PN, x_PK, ends_E):
+    return x_PK.new_empty(ends_E.shape[0], grad_PN.shape[1], x_PK.shape[1])
+
+
+def _expert_linear_backward(ctx, grad_PN):
+    x, w, ends = ctx.saved_tensors
+    grad = grad_PN.contiguous()
+    grad_x = expert_linear(grad, w.mT, ends) if ctx.needs_input_grad[0] else None
+    grad_w = expert_linear_grad_weight(grad, x, ends) if ctx.needs_input_grad[1] else None
+    return grad_x, grad_w, None
+
+
+expert_linear.register_autograd(
+    _expert_linear_backward,
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+
+
 class Experts(nn.Module):
     """E gated MLPs as two 3-D parameters; a token's weight multiplies the inner activation."""
 
     def __init__(self, config) -> None:
         super().__init__()
         self.num_experts = config.n_routed_experts
-        self.hidden_size = config.hidden_size
-        self.intermediate_size = config.moe_intermediate_size
-        shape = (self.num_experts, 2 * self.intermediate_size, self.hidden_size)
-        self.gate_up_proj = nn.Parameter(torch.empty(shape))
-        shape = (self.num_experts, self.hidden_size, self.intermediate_size)
-        self.down_proj = nn.Parameter(torch.empty(shape))
+        self.num_experts_per_tok = config.num_experts_per_tok
+        width, inner = config.hidden_size, config.moe_intermediate_size
+        self.gate_up_proj = nn.Parameter(torch.empty(self.num_experts, 2 * inner, width))
+        self.down_proj = nn.Parameter(torch.empty(self.num_experts, width, inner))
         self.act_fn = ACT2FN[config.hidden_act]
 
     def forward(self, x_Th: Tensor, topk_index: Tensor, topk_weight: Tensor) -> Tensor:
         """[T, h] from tokens, their expert numbers [T, k] and weights [T, k] (FP32)."""
-        top_k = topk_index.shape[1]
+        top_k, device = topk_index.shape[1], x_Th.device
         expert, order = topk_index.flatten().sort(stable=True)
         inverse = order.argsort()
-        device = x_Th.device.type
-        if torch.is_autocast_enabled(device):
-            x_Th = x_Th.to(torch.get_autocast_dtype(device))
-        counts = torch.bincount(expert, minlength=self.num_experts)
+        numbers = torch.arange(self.num_experts, device=device)
+        ends = torch.searchsorted(expert, numbers, right=True).to(torch.int32)
+        if torch.is_autocast_enabled(device.type):
+            x_Th = x_Th.to(torch.get_autocast_dtype(device.type))
+        dtype = x_Th.dtype
         x_Ph = _Gather.apply(x_Th, order, inverse, top_k)
-        weight = topk_weight.flatten()[order].unsqueeze(-1)
-        y_Ph = self._mlp(x_Ph, weight, counts)
+        gate, up = expert_linear(x_Ph, self.gate_up_proj.to(dtype), ends).chunk(2, dim=-1)
+        inner = self.act_fn(gate) * up * topk_weight.flatten()[order].unsqueeze(-1)
+        y_Ph = expert_linear(inner.to(dtype), self.down_proj.to(dtype), ends)
         return _Combine.apply(y_Ph, order, inverse, top_k)
-
-    def _mlp(self, x_Ph: Tensor, weight_P1: Tensor, counts_E: Tensor) -> Tensor:
-        """Every expert's MLP on its rows."""
-        if x_Ph.is_cuda and x_Ph.dtype == torch.bfloat16:
-            ends = counts_E.cumsum(0).to(torch.int32)
-            multiply = lambda a, w: F.grouped_mm(a, w.to(a.dtype).mT, offs=ends)  # noqa: E731
-        else:
-            sizes = counts_E.tolist()
-            multiply = lambda a, w: torch.cat(  # noqa: E731
-                [F.linear(part, w[e]) for e, part in enumerate(a.split(sizes))]
-            )
-        gate, up = multiply(x_Ph, self.gate_up_proj).chunk(2, dim=-1)
-        inner = self.act_fn(gate) * up
-        return multiply((inner * weight_P1).to(inner.dtype), self.down_proj)
 
 
 class MoE(nn.Module):
