@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ottava.kernels import attention as kernels
-from ottava.kernels import flash
+from ottava.kernels import flash, flash_backward
 from ottava.kernels.attention import attention, attention_backward, document_bounds
 from ottava.kernels.cast import quantize_int8
 from ottava.kernels.rope import rope, rope_int8, triton_rope, triton_rope_int8
@@ -127,7 +127,7 @@ def test_triton_agrees_with_the_reference(case, dtype, device):
     grad = torch.randn_like(want[0])
     want_grads = kernels.ref_attention_backward(grad, q, k, v, *want, *mask, sinks, *bounds)
     got = flash.triton_attention(q, k, v, *mask, sinks, *bounds)
-    *grads, delta = flash.triton_attention_backward(grad, q, k, v, *want, *mask, *bounds)
+    *grads, delta = flash_backward.triton_attention_backward(grad, q, k, v, *want, *mask, *bounds)
     grads.append(kernels._grad_sinks(sinks, want[1], delta))
     # One rounding of scores' weights to the dtype per tile product: a few units in the last place.
     tolerance = 2e-5 if dtype == torch.float32 else 4e-3
@@ -150,7 +150,7 @@ def test_triton_splits_whole_tiles_from_edges(device):
         want = kernels.ref_attention_backward(q, q, k, v, out, lse, *mask, sinks, *bounds)
         got = flash.triton_attention(q, k, v, *mask, sinks, *bounds)
         torch.testing.assert_close(got, (out, lse), rtol=2e-5, atol=2e-5)
-        grads = flash.triton_attention_backward(q, q, k, v, out, lse, *mask, *bounds)
+        grads = flash_backward.triton_attention_backward(q, q, k, v, out, lse, *mask, *bounds)
         torch.testing.assert_close(grads[:3], want[:3], rtol=5e-5, atol=5e-5)
 
 
@@ -164,7 +164,7 @@ def test_triton_takes_slices_of_a_fused_projection(device):
     grad = torch.randn(2, 2, 21, 16, device=device).transpose(1, 2)
     args = (grad, q, k, v, *want, 0.2, True, case[1])
     want_grads = kernels.ref_attention_backward(*args, None, None, None)
-    grads = flash.triton_attention_backward(*args, None, None)
+    grads = flash_backward.triton_attention_backward(*args, None, None)
     torch.testing.assert_close(grads[:3], want_grads[:3], rtol=2e-5, atol=2e-5)
 
 

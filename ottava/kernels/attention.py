@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import flash
+from . import flash, flash_backward
 from .op import operator
 
 _ROWS = 128  # query rows a step of the reference: its memory is rows x keys
@@ -241,7 +241,7 @@ def _cuda_attention_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     backend = backend_of(q, k, v, causal, window, starts)
     if backend == "triton":
-        *grads, delta = flash.triton_attention_backward(
+        *grads, delta = flash_backward.triton_attention_backward(
             grad_out, q, k, v, out, lse, scale, causal, window, starts, ends
         )
         return *grads, _grad_sinks(sinks, lse, delta)
@@ -261,7 +261,7 @@ def _cuda_attention_backward(
             *heads, lse, None, None, *lengths, unused, unused, scale=scale
         )
     dq, dk, dv = (x.transpose(1, 2).contiguous() for x in grads)
-    delta = None if sinks is None else flash.triton_delta(grad_out, out)
+    delta = None if sinks is None else flash_backward.triton_delta(grad_out, out)
     return dq, dk, dv, _grad_sinks(sinks, lse, delta)
 
 

@@ -1,9 +1,7 @@
-"""The Triton kernels of `attention.py`: tiles of scores live in registers, never in memory.
+"""The Triton kernels of `attention.py`, forward: tiles of scores live in registers, never in memory.
 
-One program of the forward or of `dq` owns BM query rows of one head; one of `dk, dv` owns BN keys
-of one key/value head and sums over the R query heads that read it, in a fixed order: no atomics,
-so the same inputs give the same bits. Programs only visit the tiles that the mask leaves: windows
-cost T * W, documents cost the sum of their squares.
+One program owns BM query rows of one head, and only visits the tiles of keys that the mask leaves:
+windows cost T * W, documents the sum of their squares. The tile functions serve the backward too.
 
 Legend: D query/key dims, split as D1 (a power of two) + D2 (the rest, padded): 192 = 128 + 64.
 VP: V padded to a power of two. Scores are kept in base 2 (`* log2 e`), the lse in base e.
@@ -33,7 +31,7 @@ def _inside(rows, N: tl.constexpr, d0: tl.constexpr, W: tl.constexpr, DIM: tl.co
 
 
 @triton.jit
-def _load(
+def load_tile(
     base, stride, first, limit,
     N: tl.constexpr, d0: tl.constexpr, W: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -45,7 +43,7 @@ def _load(
 
 
 @triton.jit
-def _store(
+def store_tile(
     base, stride, first, limit, x,
     N: tl.constexpr, d0: tl.constexpr, W: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
@@ -55,7 +53,9 @@ def _store(
 
 
 @triton.jit
-def _hidden(i, j, start, end, S, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr):
+def hidden_keys(
+    i, j, start, end, S, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr
+):
     """True where position i may not see key j; i, start, end broadcast against j."""
     hidden = j >= S
     if CAUSAL:
@@ -68,7 +68,7 @@ def _hidden(i, j, start, end, S, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOC
 
 
 @triton.jit
-def _keys_of(
+def keys_of(
     first, last, starts, ends, b, T, S,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
@@ -96,35 +96,7 @@ def _keys_of(
 
 
 @triton.jit
-def _queries_of(
-    first, last, starts, ends, b, T, S,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """(low, full_low, full_high, high): keys first..last are seen by query rows in [low, high)
-    only, and by all of [full_low, full_high), whole tiles of BM counted from low."""
-    offset = S - T
-    low = first * 0
-    sure = first * 0
-    high = first * 0 + T
-    full = first * 0 + T
-    if CAUSAL:
-        low = tl.maximum(low, first - offset)
-        sure = tl.maximum(sure, last - offset)
-    if WINDOW > 0:
-        high = tl.minimum(high, last + WINDOW - offset)
-        full = tl.minimum(full, first + WINDOW - offset)
-    if DOCS:  # S == T
-        low = tl.maximum(low, tl.load(starts + b * T + first))
-        sure = tl.maximum(sure, tl.load(starts + b * T + last))
-        high = tl.minimum(high, tl.load(ends + b * T + last))
-        full = tl.minimum(full, tl.load(ends + b * T + first))
-    full_low = low + tl.cdiv(tl.maximum(sure - low, 0), BM) * BM
-    full_high = full_low + tl.maximum(full - full_low, 0) // BM * BM
-    return low, full_low, full_high, high
-
-
-@triton.jit
-def _dot_qk(a1, a2, b1, b2, D2: tl.constexpr, PRECISION: tl.constexpr):
+def dot_qk(a1, a2, b1, b2, D2: tl.constexpr, PRECISION: tl.constexpr):
     """a @ b^T over D = D1 + D2 columns, FP32."""
     out = tl.dot(a1, tl.trans(b1), input_precision=PRECISION)
     if D2 > 0:
@@ -133,15 +105,15 @@ def _dot_qk(a1, a2, b1, b2, D2: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _load_qk(
+def load_qk(
     base, stride, first, limit,
     N: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr,
 ):  # fmt: skip
     """Both column parts of a query or key tile; the second repeats the first where D2 is 0."""
-    x1 = _load(base, stride, first, limit, N, 0, D1, D)
+    x1 = load_tile(base, stride, first, limit, N, 0, D1, D)
     x2 = x1
     if D2 > 0:
-        x2 = _load(base, stride, first, limit, N, D1, D2, D)
+        x2 = load_tile(base, stride, first, limit, N, D1, D2, D)
     return x1, x2
 
 
@@ -157,11 +129,11 @@ def _forward_tiles(
 ):  # fmt: skip
     """Online softmax over the key tiles [low, high): new (acc, peak, total)."""
     for first in range(low, high, BN):
-        k1, k2 = _load_qk(k, k_s, first, S, BN, D, D1, D2)
-        scores = _dot_qk(q1, q2, k1, k2, D2, PRECISION) * scale
+        k1, k2 = load_qk(k, k_s, first, S, BN, D, D1, D2)
+        scores = dot_qk(q1, q2, k1, k2, D2, PRECISION) * scale
         if MASK:
             j = first + tl.arange(0, BN)[None, :]
-            hidden = _hidden(i, j, start, end, S, CAUSAL, WINDOW, DOCS)
+            hidden = hidden_keys(i, j, start, end, S, CAUSAL, WINDOW, DOCS)
             scores = tl.where(hidden, -float("inf"), scores)
         higher = tl.maximum(peak, tl.max(scores, 1))
         shift = higher
@@ -170,7 +142,7 @@ def _forward_tiles(
         weights = tl.exp2(scores - shift[:, None])
         shrink = tl.exp2(peak - shift)
         total = total * shrink + tl.sum(weights, 1)
-        v_tile = _load(v, v_s, first, S, BN, 0, VP, V)
+        v_tile = load_tile(v, v_s, first, S, BN, 0, VP, V)
         acc = acc * shrink[:, None]
         acc = tl.dot(weights.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
         peak = higher
@@ -197,7 +169,7 @@ def _forward(
     if DOCS:
         start = tl.load(starts + b * T + row, mask=row < T, other=0)[:, None]
         end = tl.load(ends + b * T + row, mask=row < T, other=0)[:, None]
-    q1, q2 = _load_qk(q + b * q_b + h * q_h, q_t, row0, T, BM, D, D1, D2)
+    q1, q2 = load_qk(q + b * q_b + h * q_h, q_t, row0, T, BM, D, D1, D2)
     acc = tl.zeros([BM, VP], tl.float32)
     peak = tl.full([BM], -float("inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
@@ -205,7 +177,7 @@ def _forward(
         peak = tl.zeros([BM], tl.float32) + tl.load(sinks + h).to(tl.float32) * LOG2E
         total += 1.0
     last = tl.minimum(row0 + BM, T) - 1
-    low, full_low, full_high, high = _keys_of(
+    low, full_low, full_high, high = keys_of(
         row0, last, starts, ends, b, T, S, CAUSAL, WINDOW, DOCS, BN
     )
     scale *= LOG2E
@@ -225,198 +197,8 @@ def _forward(
         True, D, D1, D2, V, VP, CAUSAL, WINDOW, DOCS, BN, PRECISION,
     )  # fmt: skip
     acc = acc / total[:, None]
-    _store(out + (b * T * H + h) * V, H * V, row0, T, acc, BM, 0, VP, V)
+    store_tile(out + (b * T * H + h) * V, H * V, row0, T, acc, BM, 0, VP, V)
     tl.store(lse + (b * H + h) * T + row, (peak + tl.log2(total)) * LN2, mask=row < T)
-
-
-# ---------------------------------------------------------------------------------------- backward
-
-
-@triton.jit
-def _delta(
-    grad, out, delta, g_b, g_t, g_h, T, H,
-    V: tl.constexpr, VP: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """delta [B, H, T] = grad_out . out per row, FP32."""
-    row0 = tl.program_id(0) * BM
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    row = row0 + tl.arange(0, BM)
-    g = _load(grad + b * g_b + h * g_h, g_t, row0, T, BM, 0, VP, V).to(tl.float32)
-    o = _load(out + (b * T * H + h) * V, H * V, row0, T, BM, 0, VP, V).to(tl.float32)
-    tl.store(delta + (b * H + h) * T + row, tl.sum(g * o, 1), mask=row < T)
-
-
-@triton.jit
-def _dq_tiles(
-    dq1, dq2, q1, q2, grad, k, v, k_s, v_s, low, high, S, i, start, end, lse, delta, scale,
-    MASK: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr,
-    VP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr,
-    BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    for first in range(low, high, BN):
-        k1, k2 = _load_qk(k, k_s, first, S, BN, D, D1, D2)
-        weights = tl.exp2(_dot_qk(q1, q2, k1, k2, D2, PRECISION) * scale - lse[:, None])
-        if MASK:
-            j = first + tl.arange(0, BN)[None, :]
-            hidden = _hidden(i, j, start, end, S, CAUSAL, WINDOW, DOCS)
-            weights = tl.where(hidden, 0.0, weights)
-        v_tile = _load(v, v_s, first, S, BN, 0, VP, V)
-        grad_weights = tl.dot(grad, tl.trans(v_tile), input_precision=PRECISION)
-        grad_scores = (weights * (grad_weights - delta[:, None])).to(k1.dtype)
-        dq1 = tl.dot(grad_scores, k1, dq1, input_precision=PRECISION)
-        if D2 > 0:
-            dq2 = tl.dot(grad_scores, k2, dq2, input_precision=PRECISION)
-    return dq1, dq2
-
-
-@triton.jit
-def _backward_q(
-    grad, q, k, v, starts, ends, lse, delta, dq,
-    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_s, k_g, v_b, v_s, v_g, T, S, H, R, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr,
-    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * BM
-    h = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    k += b * k_b + (h // R) * k_g
-    v += b * v_b + (h // R) * v_g
-    row = row0 + tl.arange(0, BM)
-    i = (row + S - T)[:, None]
-    start, end = i, i
-    if DOCS:
-        start = tl.load(starts + b * T + row, mask=row < T, other=0)[:, None]
-        end = tl.load(ends + b * T + row, mask=row < T, other=0)[:, None]
-    q1, q2 = _load_qk(q + b * q_b + h * q_h, q_t, row0, T, BM, D, D1, D2)
-    g_tile = _load(grad + b * g_b + h * g_h, g_t, row0, T, BM, 0, VP, V)
-    # Rows past T: lse inf makes their weights exactly 0.
-    lse_row = tl.load(lse + (b * H + h) * T + row, mask=row < T, other=float("inf")) * LOG2E
-    delta_row = tl.load(delta + (b * H + h) * T + row, mask=row < T, other=0.0)
-    dq1 = tl.zeros([BM, D1], tl.float32)
-    dq2 = dq1
-    if D2 > 0:
-        dq2 = tl.zeros([BM, D2], tl.float32)
-    last = tl.minimum(row0 + BM, T) - 1
-    low, full_low, full_high, high = _keys_of(
-        row0, last, starts, ends, b, T, S, CAUSAL, WINDOW, DOCS, BN
-    )
-    scale2 = scale * LOG2E
-    if SPLIT:
-        if WINDOW > 0 or DOCS:
-            dq1, dq2 = _dq_tiles(
-                dq1, dq2, q1, q2, g_tile, k, v, k_s, v_s, low, full_low, S, i, start, end,
-                lse_row, delta_row, scale2,
-                True, D, D1, D2, V, VP, CAUSAL, WINDOW, DOCS, BN, PRECISION,
-            )  # fmt: skip
-        dq1, dq2 = _dq_tiles(
-            dq1, dq2, q1, q2, g_tile, k, v, k_s, v_s, full_low, full_high, S, i, start, end,
-            lse_row, delta_row, scale2,
-            False, D, D1, D2, V, VP, CAUSAL, WINDOW, DOCS, BN, PRECISION,
-        )  # fmt: skip
-        low = full_high
-    dq1, dq2 = _dq_tiles(
-        dq1, dq2, q1, q2, g_tile, k, v, k_s, v_s, low, high, S, i, start, end,
-        lse_row, delta_row, scale2,
-        True, D, D1, D2, V, VP, CAUSAL, WINDOW, DOCS, BN, PRECISION,
-    )  # fmt: skip
-    dq += (b * T * H + h) * D
-    _store(dq, H * D, row0, T, dq1 * scale, BM, 0, D1, D)
-    if D2 > 0:
-        _store(dq, H * D, row0, T, dq2 * scale, BM, D1, D2, D)
-
-
-@triton.jit
-def _dkv_tiles(
-    dk1, dk2, dv, k1, k2, v_tile, q, grad, lse, delta, q_t, g_t, low, high, T, S, j, start, end,
-    scale,
-    MASK: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr,
-    VP: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr,
-    BM: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Sum over the query tiles [low, high) of one head. Scores are transposed: [keys, rows]."""
-    for first in range(low, high, BM):
-        row = first + tl.arange(0, BM)
-        q1, q2 = _load_qk(q, q_t, first, T, BM, D, D1, D2)
-        lse_row = tl.load(lse + row, mask=row < T, other=float("inf")) * LOG2E
-        weights = tl.exp2(_dot_qk(k1, k2, q1, q2, D2, PRECISION) * scale - lse_row[None, :])
-        if MASK:
-            hidden = _hidden((row + S - T)[None, :], j, start, end, S, CAUSAL, WINDOW, False)
-            if DOCS:  # key j's run is [start, end): the rows that may see it lie there too
-                hidden = hidden | (row[None, :] < start) | (row[None, :] >= end)
-            weights = tl.where(hidden, 0.0, weights)
-        g_tile = _load(grad, g_t, first, T, BM, 0, VP, V)
-        dv = tl.dot(weights.to(g_tile.dtype), g_tile, dv, input_precision=PRECISION)
-        delta_row = tl.load(delta + row, mask=row < T, other=0.0)
-        grad_weights = tl.dot(v_tile, tl.trans(g_tile), input_precision=PRECISION)
-        grad_scores = (weights * (grad_weights - delta_row[None, :])).to(q1.dtype)
-        dk1 = tl.dot(grad_scores, q1, dk1, input_precision=PRECISION)
-        if D2 > 0:
-            dk2 = tl.dot(grad_scores, q2, dk2, input_precision=PRECISION)
-    return dk1, dk2, dv
-
-
-@triton.jit
-def _backward_kv(
-    grad, q, k, v, starts, ends, lse, delta, dk, dv,
-    g_b, g_t, g_h, q_b, q_t, q_h, k_b, k_s, k_g, v_b, v_s, v_g, T, S, H, R, scale,
-    D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, V: tl.constexpr, VP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, DOCS: tl.constexpr,
-    SPLIT: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    key0 = tl.program_id(0) * BN
-    group = tl.program_id(1).to(tl.int64)
-    b = tl.program_id(2).to(tl.int64)
-    key = key0 + tl.arange(0, BN)
-    j = key[:, None]
-    start, end = j, j
-    if DOCS:  # S == T
-        start = tl.load(starts + b * T + key, mask=key < S, other=0)[:, None]
-        end = tl.load(ends + b * T + key, mask=key < S, other=0)[:, None]
-    k1, k2 = _load_qk(k + b * k_b + group * k_g, k_s, key0, S, BN, D, D1, D2)
-    v_tile = _load(v + b * v_b + group * v_g, v_s, key0, S, BN, 0, VP, V)
-    dk1 = tl.zeros([BN, D1], tl.float32)
-    dk2 = dk1
-    if D2 > 0:
-        dk2 = tl.zeros([BN, D2], tl.float32)
-    dv_acc = tl.zeros([BN, VP], tl.float32)
-    last = tl.minimum(key0 + BN, S) - 1
-    low, full_low, full_high, high = _queries_of(
-        key0, last, starts, ends, b, T, S, CAUSAL, WINDOW, DOCS, BM
-    )
-    scale2 = scale * LOG2E
-    for r in range(R):
-        h = group * R + r
-        q_h0 = q + b * q_b + h * q_h
-        g_h0 = grad + b * g_b + h * g_h
-        lse_h = lse + (b * H + h) * T
-        delta_h = delta + (b * H + h) * T
-        rest = full_high
-        if SPLIT:
-            dk1, dk2, dv_acc = _dkv_tiles(
-                dk1, dk2, dv_acc, k1, k2, v_tile, q_h0, g_h0, lse_h, delta_h, q_t, g_t,
-                low, full_low, T, S, j, start, end, scale2,
-                True, D, D1, D2, V, VP, CAUSAL, WINDOW, DOCS, BM, PRECISION,
-            )  # fmt: skip
-            dk1, dk2, dv_acc = _dkv_tiles(
-                dk1, dk2, dv_acc, k1, k2, v_tile, q_h0, g_h0, lse_h, delta_h, q_t, g_t,
-                full_low, full_high, T, S, j, start, end, scale2,
-                False, D, D1, D2, V, VP, CAUSAL, WINDOW, DOCS, BM, PRECISION,
-            )  # fmt: skip
-        else:
-            rest = low
-        dk1, dk2, dv_acc = _dkv_tiles(
-            dk1, dk2, dv_acc, k1, k2, v_tile, q_h0, g_h0, lse_h, delta_h, q_t, g_t,
-            rest, high, T, S, j, start, end, scale2,
-            True, D, D1, D2, V, VP, CAUSAL, WINDOW, DOCS, BM, PRECISION,
-        )  # fmt: skip
-    groups = H // R
-    dk += (b * S * groups + group) * D
-    _store(dk, groups * D, key0, S, dk1 * scale, BN, 0, D1, D)
-    if D2 > 0:
-        _store(dk, groups * D, key0, S, dk2 * scale, BN, D1, D2, D)
-    _store(dv + (b * S * groups + group) * V, groups * V, key0, S, dv_acc, BN, 0, VP, V)
 
 
 # ----------------------------------------------------------------------------------------- launches
@@ -445,7 +227,9 @@ def _tiles(kind: str, wide: int, dtype: torch.dtype) -> tuple[int, int, int, int
     return (64, 128, 8, 2) if wide <= 128 else (64, 64, 8, 2)
 
 
-def _launch(kind: str, q: Tensor, v: Tensor, window: int | None, causal: bool, documents: bool):
+def launch_settings(
+    kind: str, q: Tensor, v: Tensor, window: int | None, causal: bool, documents: bool
+):
     """(tile rows, tile keys, keyword arguments that all three attention kernels share)."""
     dims = _head_dims(q.shape[-1], v.shape[-1])
     bm, bn, warps, stages = _tiles(kind, max(q.shape[-1], v.shape[-1]), q.dtype)
@@ -464,25 +248,25 @@ def _launch(kind: str, q: Tensor, v: Tensor, window: int | None, causal: bool, d
     return bm, bn, args
 
 
-def _rows(x: Tensor) -> Tensor:
+def last_dense(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check_dtype(q: Tensor) -> None:
+def check_dtype(q: Tensor) -> None:
     if q.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"attention: no kernel for {q.dtype}; use float32, bfloat16 or float16")
 
 
 def triton_attention(q, k, v, scale, causal, window, sinks, starts, ends) -> tuple[Tensor, Tensor]:
     """As `attention.ref_attention`."""
-    _check_dtype(q)
+    check_dtype(q)
     (b, t, h, _), (s, g) = q.shape, k.shape[1:3]
-    q, k, v = _rows(q), _rows(k), _rows(v)
+    q, k, v = last_dense(q), last_dense(k), last_dense(v)
     out = q.new_empty(b, t, h, v.shape[-1])
     lse = torch.empty(b, h, t, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out, lse
-    bm, _, shared = _launch("forward", q, v, window, causal, starts is not None)
+    bm, _, shared = launch_settings("forward", q, v, window, causal, starts is not None)
     unused = q
     _forward[(triton.cdiv(t, bm), h, b)](
         q, k, v,
@@ -493,46 +277,3 @@ def triton_attention(q, k, v, scale, causal, window, sinks, starts, ends) -> tup
         SINKS=sinks is not None, **shared,
     )  # fmt: skip
     return out, lse
-
-
-def triton_delta(grad_out: Tensor, out: Tensor) -> Tensor:
-    """delta [B, H, T] FP32: grad_out . out per row. grad_out, out: [B, T, H, V]."""
-    b, t, h, v = out.shape
-    grad_out, out = _rows(grad_out), out.contiguous()
-    delta = torch.empty(b, h, t, dtype=torch.float32, device=out.device)
-    if out.numel() == 0:
-        return delta.zero_()
-    vp = triton.next_power_of_2(v)
-    _delta[(triton.cdiv(t, 64), h, b)](
-        grad_out, out, delta, *grad_out.stride()[:3], t, h, V=v, VP=vp, BM=64
-    )
-    return delta
-
-
-def triton_attention_backward(
-    grad_out, q, k, v, out, lse, scale, causal, window, starts, ends
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, delta [B, H, T]); arguments as `attention.ref_attention_backward`, whose sinks
-    are inside out and lse already."""
-    _check_dtype(q)
-    (b, t, h, _), (s, g) = q.shape, k.shape[1:3]
-    q, k, v, grad_out, lse = _rows(q), _rows(k), _rows(v), _rows(grad_out), lse.contiguous()
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    delta = triton_delta(grad_out, out)
-    if out.numel() == 0:
-        return dq, dk.zero_(), dv.zero_(), delta
-    unused = q
-    bounds = (unused, unused) if starts is None else (starts, ends)
-    strides = (
-        *grad_out.stride()[:3], *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
-        t, s, h, h // g, float(scale),
-    )  # fmt: skip
-    bm, _, shared = _launch("dq", q, v, window, causal, starts is not None)
-    _backward_q[(triton.cdiv(t, bm), h, b)](
-        grad_out, q, k, v, *bounds, lse, delta, dq, *strides, **shared
-    )
-    _, bn, shared = _launch("dkv", q, v, window, causal, starts is not None)
-    _backward_kv[(triton.cdiv(s, bn), g, b)](
-        grad_out, q, k, v, *bounds, lse, delta, dk, dv, *strides, **shared
-    )
-    return dq, dk, dv, delta
