@@ -213,18 +213,19 @@ def _head_dims(d: int, v: int) -> dict[str, int]:
     return {"D": d, "D1": d1, "D2": d2, "V": v, "VP": max(16, triton.next_power_of_2(v))}
 
 
-def _tiles(kind: str, wide: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _tiles(kind: str, width: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     """(BM, BN, num_warps, num_stages), fixed per shape so that results do not depend on timing.
+    width is D + V.
 
     Bounded by Hopper's 227 KiB of shared memory and 255 registers a thread.
     """
     if dtype == torch.float32:
-        return (64, 32, 4, 2) if kind == "forward" and wide <= 128 else (32, 32, 8, 1)
+        return (64, 32, 4, 2) if kind == "forward" and width <= 256 else (32, 32, 8, 1)
     if kind == "forward":
-        return 128, 64, 4 if wide <= 64 else 8, 3 if wide <= 128 else 2
+        return 128, 64, 4 if width <= 128 else 8, 3 if width <= 256 else 2
     if kind == "dq":
-        return (128, 64, 8, 2) if wide <= 192 else (64, 64, 4, 2)
-    return (64, 128, 8, 2) if wide <= 128 else (64, 64, 8, 2)
+        return (128, 64, 8, 2) if width <= 320 else (64, 64, 4, 2)
+    return (64, 128, 8, 2) if width <= 256 else (64, 64, 8, 2)
 
 
 def launch_settings(
@@ -232,7 +233,7 @@ def launch_settings(
 ):
     """(tile rows, tile keys, keyword arguments that all three attention kernels share)."""
     dims = _head_dims(q.shape[-1], v.shape[-1])
-    bm, bn, warps, stages = _tiles(kind, max(q.shape[-1], v.shape[-1]), q.dtype)
+    bm, bn, warps, stages = _tiles(kind, q.shape[-1] + v.shape[-1], q.dtype)
     args = dims | {
         "CAUSAL": causal,
         "WINDOW": window or 0,
