@@ -1,25 +1,42 @@
 """The FP8 matrix product: a_MK @ b_NK^T from codes and scales, on the FP8 unit where there is one.
 
 Both operands are K-major, the only layout Hopper takes. Sizes that the unit refuses are padded with
-zero codes (+0 in both formats), which change nothing. A device without an FP8 unit computes the
-same thing from dequantized operands ("emulated"): FP32 on the CPU, BF16 on CUDA.
+zero codes (+0 in both formats), which change nothing: K and N to 16; for groups K to 128, M to 4.
+Where a device has no unit for a pair of granularities the same thing is computed from dequantized
+operands ("emulated", see `gemm_path`): FP32 on the CPU, BF16 with FP32 accumulation on CUDA.
 Granularities: tensor x tensor, row x row, group x block, group x group.
 """
 
 from __future__ import annotations
 
-import torch
+import functools
 
-from .cast import Quantized, _spread
+import torch
+import torch.nn.functional as F
+
+from .cast import Quantized, _dequantize, _spread
 from .op import operator
 
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group"))
 
 
+@functools.cache
 def has_fp8_unit(device: torch.device | str) -> bool:
     """Whether `device` multiplies FP8 natively (CUDA compute capability 8.9 or newer)."""
     device = torch.device(device)
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+@functools.cache
+def gemm_path(device: torch.device | str, granularity: str) -> str:
+    """ "native" or "emulated": how `device` multiplies a left operand of this granularity.
+
+    Scales per 1 x 128 group run natively on compute capability 9.0 only.
+    """
+    if not has_fp8_unit(device):
+        return "emulated"
+    hopper = torch.cuda.get_device_capability(device)[0] == 9
+    return "native" if granularity != "group" or hopper else "emulated"
 
 
 def ref_gemm(
@@ -46,6 +63,92 @@ def ref_gemm(
     return out.to(out_dtype)
 
 
+def _pad(codes: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
+    """codes with zero codes up to multiples of `rows` and `cols`."""
+    down, right = -codes.shape[0] % rows, -codes.shape[1] % cols
+    if not down and not right:
+        return codes
+    return F.pad(codes.view(torch.uint8), (0, right, 0, down)).view(codes.dtype)
+
+
+def _emulated_cuda(a, a_scale, a_grain, b, b_scale, b_grain):
+    """FP32 product of the values; codes are exact in BF16, so row and tensor scales come after."""
+    if a_grain == "group":
+        a = _dequantize(a, a_scale, a_grain, torch.bfloat16)
+        b = _dequantize(b, b_scale, b_grain, torch.bfloat16)
+        return torch.mm(a, b.t(), out_dtype=torch.float32)
+    out = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
+    return out.mul_(a_scale).mul_(b_scale.t())
+
+
+def _group_scales(scale: torch.Tensor, grain: str, rows: int) -> torch.Tensor:
+    """Scales as cuBLASLt reads them: outer dimension first for groups [rows, k] with strides
+    (1, rows); for blocks [k rounded up to 4, n] with strides (1, that)."""
+    if grain == "block":
+        return F.pad(scale, (0, -scale.shape[1] % 4)).t()
+    if rows != scale.shape[0]:
+        scale = F.pad(scale, (0, 0, 0, rows - scale.shape[0]), value=1.0)
+    return scale.t().contiguous().t()
+
+
+def _native_groups(a, a_scale, b, b_scale, b_grain, out_dtype):
+    a, b = _pad(a, 4, 128), _pad(b, 16, 128)
+    kind = F.ScalingType.BlockWise128x128 if b_grain == "block" else F.ScalingType.BlockWise1x128
+    return F.scaled_mm(
+        a,
+        b.t(),
+        _group_scales(a_scale, "group", a.shape[0]),
+        F.ScalingType.BlockWise1x128,
+        _group_scales(b_scale, b_grain, b.shape[0]),
+        kind,
+        output_dtype=out_dtype,
+    )
+
+
+def cuda_gemm(
+    a: torch.Tensor,
+    a_scale: torch.Tensor,
+    a_grain: str,
+    b: torch.Tensor,
+    b_scale: torch.Tensor,
+    b_grain: str,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    rows, cols = a.shape[0], b.shape[0]
+    if bias is not None and bias.dtype is not out_dtype:
+        bias = bias.to(out_dtype)
+    if not (rows and cols and a.shape[1]):
+        out = a.new_zeros(rows, cols, dtype=out_dtype)
+    elif gemm_path(a.device, a_grain) == "emulated":
+        out = _emulated_cuda(a, a_scale, a_grain, b, b_scale, b_grain)
+        return (out if bias is None else out.add_(bias)).to(out_dtype)
+    elif a_grain == "group":
+        out = _native_groups(a, a_scale, b, b_scale, b_grain, out_dtype)
+    else:
+        a, b = _pad(a, 1, 16), _pad(b, 16, 16)
+        b_scale = b_scale.t()
+        extra = b.shape[0] - cols
+        if extra and a_grain == "row":
+            b_scale = F.pad(b_scale, (0, extra), value=1.0)
+        inside = bias if out_dtype is not torch.float32 else None
+        if inside is not None:
+            inside, bias = F.pad(inside, (0, extra)) if extra else inside, None
+        out = torch._scaled_mm(
+            a,
+            b.t(),
+            scale_a=a_scale,
+            scale_b=b_scale,
+            bias=inside,
+            out_dtype=out_dtype,
+            use_fast_accum=fast_accum,
+        )
+    if out.shape != (rows, cols):
+        out = out[:rows, :cols].contiguous()
+    return out if bias is None else out.add_(bias)
+
+
 def _fake_gemm(a, a_scale, a_grain, b, b_scale, b_grain, bias, out_dtype, fast_accum):
     return a.new_empty(a.shape[0], b.shape[0], dtype=out_dtype)
 
@@ -54,6 +157,7 @@ _gemm = operator(
     "gemm(Tensor a, Tensor a_scale, str a_grain, Tensor b, Tensor b_scale, str b_grain, "
     "Tensor? bias, ScalarType out_dtype, bool fast_accum) -> Tensor",
     reference=ref_gemm,
+    cuda=cuda_gemm,
     fake=_fake_gemm,
 )
 
