@@ -213,6 +213,84 @@ def test_sink_identities():
     torch.testing.assert_close(plain[:3], exact[:3])
 
 
+def library_kernel(name, forward):
+    """PyTorch's fused attention operator `name` in plain arithmetic: arguments are bound by the real
+    operator's schema, layouts are heads first."""
+    schema = getattr(torch.ops.aten, name).default._schema
+
+    def call(*args, **kwargs):
+        given = dict(zip((a.name for a in schema.arguments), args, strict=False)) | kwargs
+        q, k, v = (given[n].transpose(1, 2) for n in ("query", "key", "value"))
+        assert given["dropout_p"] == 0.0 and all(x.is_contiguous() for x in (q, k, v))
+        mask = (given["scale"], given["is_causal"], None, None, None, None)
+        if forward:
+            assert not given["return_debug_mask"] and given.get("compute_log_sumexp", True)
+            out, lse = kernels.ref_attention(q, k, v, *mask)
+            lse = lse[..., None] if "cudnn" in name else lse
+            return out.transpose(1, 2), lse, None, None, q.shape[1], k.shape[1], None, None, None
+        assert (given["max_q"], given["max_k"]) == (q.shape[1], k.shape[1])
+        grad, out = (given[n].transpose(1, 2) for n in ("grad_out", "out"))
+        assert grad.is_contiguous() and out.is_contiguous()
+        lse = given["logsumexp"].squeeze(-1) if "cudnn" in name else given["logsumexp"]
+        *grads, _ = kernels.ref_attention_backward(grad, q, k, v, out, lse, *mask)
+        return tuple(x.transpose(1, 2) for x in grads)
+
+    return call
+
+
+@pytest.mark.parametrize("sinked", [False, True])
+@pytest.mark.parametrize("backend", ["cudnn", "flash"])
+def test_library_kernels_are_called_as_their_schema_says(backend, sinked, monkeypatch):
+    for suffix, forward in (("", True), ("_backward", False)):
+        name = f"_scaled_dot_product_{backend}_attention{suffix}"
+        monkeypatch.setattr(torch.ops.aten, name, library_kernel(name, forward))
+    monkeypatch.setattr(kernels, "backend_of", lambda *_: backend)
+    q, k, v, sinks, settings = tensors((True, None, sinked, False, 70, 70, 24, 16, 4, 2), batch=2)
+    q, k, v = q.float(), k.float(), v.float()
+    sinks = sinks.float() if sinked else None
+    args = (settings["scale"], True, None, sinks, None, None)
+    got = kernels._cuda_attention(q, k, v, *args)
+    want = kernels.ref_attention(q, k, v, *args)
+    torch.testing.assert_close(got, want)
+    grad = torch.randn(2, 4, 70, 16).transpose(1, 2)
+    grads = kernels._cuda_attention_backward(grad, q, k, v, *want, *args)
+    torch.testing.assert_close(
+        grads, kernels.ref_attention_backward(grad, q, k, v, *want, *args), rtol=1e-4, atol=1e-5
+    )
+    assert all(x.is_contiguous() for x in (*got, *grads))
+
+
+@pytest.mark.parametrize(
+    "shape, changes, capability, expected",
+    [
+        ((128, 128), {}, 9, "cudnn"),
+        ((128, 128), {}, 8, "flash"),
+        ((192, 128), {}, 9, "cudnn"),
+        ((192, 128), {}, 8, "triton"),
+        ((256, 256), {}, 9, "flash"),
+        ((32, 32), {}, 9, "flash"),
+        ((20, 20), {}, 9, "triton"),
+        ((128, 128), {"window": 64}, 9, "triton"),
+        ((128, 128), {"starts": torch.zeros(1)}, 9, "triton"),
+        ((128, 128), {"dtype": torch.float32}, 9, "triton"),
+        ((128, 128), {"keys": 96}, 9, "triton"),
+        ((128, 128), {"keys": 96, "causal": False}, 9, "cudnn"),
+        ((128, 128), {"deterministic": True}, 9, "flash"),
+        ((192, 128), {"deterministic": True}, 9, "triton"),
+    ],
+)
+def test_the_cuda_kernel_is_a_rule_of_shapes(shape, changes, capability, expected, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+    exact = changes.get("deterministic", False)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: exact)
+    dtype = changes.get("dtype", torch.bfloat16)
+    q = torch.zeros(1, 64, 4, shape[0], dtype=dtype)
+    k = torch.zeros(1, changes.get("keys", 64), 2, shape[0], dtype=dtype)
+    v = torch.zeros(1, changes.get("keys", 64), 2, shape[1], dtype=dtype)
+    causal, window = changes.get("causal", True), changes.get("window")
+    assert kernels.backend_of(q, k, v, causal, window, changes.get("starts")) == expected
+
+
 def test_document_bounds_are_runs():
     ids = torch.tensor([[7, 7, 7, 2, 2, 7], [0, 1, 1, 1, 1, 1]])
     starts, ends = document_bounds(ids)

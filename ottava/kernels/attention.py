@@ -182,9 +182,9 @@ def backend_of(q, k, v, causal: bool, window: int | None, starts: Tensor | None)
     """Which CUDA kernel runs: "cudnn", "flash" (both PyTorch's own) or "triton" (ours).
 
     A rule of shapes, not a trial: the library kernels take neither windows nor documents, want
-    FP16 or BF16 and S == T where causal. cuDNN is the fastest on Hopper and takes D != V, but its
-    backward has no deterministic mode: under `torch.use_deterministic_algorithms(True)` FlashAttention
-    stands in where D == V, and our kernel elsewhere.
+    FP16 or BF16 and S == T where causal. cuDNN is the fastest on Hopper and takes D != V, but PyTorch
+    gives its backward no deterministic mode: under `torch.use_deterministic_algorithms` flash
+    stands in where D == V, and ours elsewhere.
     """
     d, dv = q.shape[-1], v.shape[-1]
     if (
