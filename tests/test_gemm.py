@@ -189,3 +189,15 @@ def test_cuda_path_pads_and_lays_out_as_the_library_asks(pair, dtype, monkeypatc
             assert out.shape == (m, n) and out.dtype is dtype and out.is_contiguous()
             want = gemm(a, b, out_dtype=torch.float32, bias=bias)
             torch.testing.assert_close(out.float(), want, rtol=2.0**-7, atol=2.0**-4)
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_cuda_emulation_equals_the_reference(pair, monkeypatch):
+    # torch.mm with an output dtype exists on CUDA only.
+    monkeypatch.setattr(torch, "mm", lambda a, b, out_dtype: a.to(out_dtype) @ b.to(out_dtype))
+    _, _, a, b = operands(9, 200, 7, pair)
+    bias = torch.randn(7)
+    args = a.codes, a.scale, pair[0], b.codes, b.scale, pair[1], bias, torch.float32, False
+    want = gemm(a, b, out_dtype=torch.float32, bias=bias)
+    tolerance = 1e-5 if pair[0] != "group" else 2.0**-6  # groups: values rounded to BF16
+    torch.testing.assert_close(cuda_gemm(*args), want, rtol=tolerance, atol=10 * tolerance)

@@ -105,16 +105,21 @@ def ref_quantize(
     codes, scale = cast(x, random, scale)
     out = [codes.contiguous(), scale]
     if both and granularity in ("tensor", "block"):
-        out.append(codes.view(torch.uint8).t().contiguous().view(codes.dtype))
+        out.append(ref_transpose_codes(codes))
         if granularity == "block":
-            out.append(scale.t().contiguous())
+            out.append(_transposed(scale))
     elif both:
         out += cast(x.t().contiguous(), None if random is None else random.t(), None)
     return out
 
 
+def _transposed(t: torch.Tensor) -> torch.Tensor:
+    # Always a copy, also of a single row: outputs of an operator must not share memory.
+    return t.transpose(-2, -1).clone(memory_format=torch.contiguous_format)
+
+
 def ref_transpose_codes(codes: torch.Tensor) -> torch.Tensor:
-    return codes.view(torch.uint8).transpose(-2, -1).contiguous().view(codes.dtype)
+    return _transposed(codes.view(torch.uint8)).view(codes.dtype)
 
 
 def ref_dequantize(
