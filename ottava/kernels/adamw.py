@@ -12,7 +12,7 @@ expert weight). With inexact moments |u| is held below the bound that exact mome
 Codes: the scale is chosen before the update, from the master's amax plus the most the update can
 add (lr * bound), so nothing clips; the new amax is gathered in the same pass, and the program that
 finishes last writes scale and amax. lr = 0 leaves every weight bit as it was.
-Random bits of an element: hash of (key, its number): 0-9 for m, 10-19 for v, the top ones for w.
+Random bits of an element (`ref_draw`): 0-9 for v, 10-19 for m, the top ones for w.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from .moments import (
     decode_v,
     encode_m,
     encode_v,
+    fast_inverse,
+    fast_sqrt,
     ref_decode_m,
     ref_decode_v,
     ref_encode_m,
     ref_encode_v,
 )
-from .op import operator, tl, triton
+from .op import INTERPRETED, operator, tl, triton
 from .random import random_bits, ref_random_bits
 from .split import (
     SLACK,
+    amax_of_magnitude,
     decode_bf16,
     decode_codes,
     encode_bf16,
@@ -48,6 +51,7 @@ from .split import (
 STATES = ("fp32", "bf16", "8bit")
 _W_KEY = 0x55555555  # BF16 moments use up the first 32 bits; w then draws under another key
 _MAX_BOUND = 64.0
+LEAST_EPS = 1e-30  # so that a parameter that never had a gradient gives 0 / eps, not NaN
 
 
 def update_bound(beta1: float, beta2: float) -> float:
@@ -102,6 +106,18 @@ def _ungrouped(t: torch.Tensor, shape: torch.Size, leads: int) -> torch.Tensor:
     return t.view(leads, -1)[:, :size].reshape(shape)
 
 
+def ref_draw(shape: torch.Size, leads: int, key: int, device: torch.device) -> torch.Tensor:
+    """32 random bits an element (int64). Two neighbours share a hash: the second one's bits are
+    the first one's, mixed once more. (Half the work, of which this kernel has too much.)"""
+    size = shape.numel() // leads
+    index = torch.arange(leads, device=device).unsqueeze(1) * size
+    index = index + torch.arange(-(-size // 2), device=device)
+    first = ref_random_bits(index, key)
+    second = (first * 0x9E3779B1) & 0xFFFFFFFF
+    both = torch.stack([first, second ^ (second >> 16)], 2)
+    return both.view(leads, -1)[:, :size].reshape(shape)
+
+
 def _ref_round_bf16(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     """FP32 to BF16, rounded up where 16 random bits carry."""
     bits = x.contiguous().view(torch.int32)
@@ -125,8 +141,8 @@ def _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, bits):
     codes = _grouped(m.view(torch.uint8), leads).view(torch.float8_e4m3fn)
     new_m = ref_decode_m(codes, m_scale) * beta1 + g * (1.0 - beta1)
     new_v = ref_decode_v(_grouped(v, leads), v_range) * beta2 + (g * g) * (1.0 - beta2)
-    m_codes, scale = ref_encode_m(new_m, bits & 0x3FF)
-    v_codes, ends = ref_encode_v(new_v, (bits >> 10) & 0x3FF)
+    m_codes, scale = ref_encode_m(new_m, (bits >> 10) & 0x3FF)
+    v_codes, ends = ref_encode_v(new_v, bits & 0x3FF)
     m.copy_(_ungrouped(m_codes, m.shape, leads))
     v.copy_(_ungrouped(v_codes, v.shape, leads))
     m_scale.copy_(scale), v_range.copy_(ends)
@@ -157,22 +173,22 @@ def ref_adamw_step(
     if grad.numel() == 0:
         return
     exact = m.dtype == torch.float32
-    index = torch.arange(grad.numel(), device=grad.device).view(grad.shape)
+    eps = max(eps, LEAST_EPS)
     rounds = not exact or residual is not None or param.dtype != torch.float32
-    bits = ref_random_bits(index, key) if rounds else None
+    bits = ref_draw(grad.shape, leads, key, grad.device) if rounds else None
 
     g = grad.float() if grad_mul is None else grad.float() * grad_mul
     new_m, new_v = _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, bits)
     correct1, correct2 = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
     u = (new_m * correct1) / (new_v.sqrt() * correct2 + eps)
     bound = update_bound(beta1, beta2)
-    if not exact:
+    if not exact or scale is not None:
         u = u.clamp(-bound, bound)
     w = param.float() if residual is None else ref_unpack_split(param, residual, scale)
-    w = w - lr * (u + weight_decay * w)
+    w = w - lr * u - (lr * weight_decay) * w
 
     if m.dtype == torch.bfloat16 and rounds:
-        bits = ref_random_bits(index, key ^ _W_KEY)
+        bits = ref_draw(grad.shape, leads, key ^ _W_KEY, grad.device)
     if residual is not None:
         if lr == 0.0:
             return
@@ -193,6 +209,15 @@ def ref_adamw_step(
 
 
 # ---- Triton ----
+
+
+@triton.jit
+def _draw(start, tile, key, TILE: tl.constexpr):
+    """uint32 [TILE, 128] for groups tile * TILE on of a lead; twin of `ref_draw`."""
+    pairs = tl.arange(0, TILE)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    first = random_bits(start.to(tl.uint32) + (tile * (TILE * 64) + pairs).to(tl.uint32), key)
+    second = first * 0x9E3779B1
+    return tl.join(first, second ^ (second >> 16)).reshape([TILE, 128])
 
 
 @triton.jit
@@ -231,107 +256,120 @@ def _adamw_kernel(
     step, key, n, groups, leads,
     MASTER: tl.constexpr, BITS: tl.constexpr, STATES: tl.constexpr, LOW: tl.constexpr,
     LR_TENSOR: tl.constexpr, MUL: tl.constexpr, GUARD: tl.constexpr, MARGIN: tl.constexpr,
-    LEADS: tl.constexpr, TILE: tl.constexpr,
+    LEADS: tl.constexpr, TILE: tl.constexpr, DRAWS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """TILE groups of 128 at a time. n, groups: elements and groups per lead; grid (any, leads).
 
     correct1, correct2: inverse bias corrections, or with GUARD ln(beta1), ln(beta2): then the step
     count is step - skipped, known on the device alone.
     """
+    tiles = tl.cdiv(groups, TILE)
+    live = 1
     if GUARD:
-        if tl.load(found_inf) > 0:
-            if tl.program_id(0) + tl.program_id(1) == 0:
-                tl.store(skipped, tl.load(skipped) + 1)
-            return
+        live = tl.where(tl.load(found_inf) > 0, 0, 1)
+        tiles = tiles * live
         t = (step - tl.load(skipped)).to(tl.float32)
         correct1 = _inverse_correction(correct1, t)
         correct2 = tl.sqrt(_inverse_correction(correct2, t))
+        if (live == 0) & (tl.program_id(0) + tl.program_id(1) == 0):
+            tl.store(skipped, tl.load(skipped) + 1)
     rate = tl.load(lr).to(tl.float32) if LR_TENSOR else lr
+    decay = rate * weight_decay
     mul = tl.load(grad_mul).to(tl.float32) if MUL else 1.0
     lead = tl.program_id(1).to(tl.int64)
     start, g_start = lead * n, lead * groups
     if MASTER == "codes":
         reach = rate * bound
-        old_scale = tl.load(scale + lead)
-        new_scale = _next_scale(old_scale, tl.load(amax + lead), reach, MARGIN)
-        inverse = 1.0 / new_scale
+        old_scale, old_amax = tl.load(scale + lead), tl.load(amax + lead)
+        new_scale = _next_scale(old_scale, old_amax, reach, MARGIN)
+        # A master that holds a NaN (its amax says so) becomes NaN as a whole.
+        ratio = tl.where(old_amax < float("inf"), old_scale / new_scale, float("nan"))
+        x_rate = rate / new_scale
     top = tl.zeros([TILE], tl.int32)
+    written = tl.where(rate == 0.0, 0, n)
 
-    for tile in range(tl.program_id(0), tl.cdiv(groups, TILE), tl.num_programs(0)):
+    for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows = tile * TILE + tl.arange(0, TILE)
         offs = rows[:, None] * 128 + tl.arange(0, 128)[None, :]
         mask, row_mask = offs < n, rows < groups
         g = tl.load(grad + start + offs, mask=mask, other=0.0).to(tl.float32)
         if MUL:
             g = g * mul
-        rnd = random_bits(start.to(tl.uint32) + offs.to(tl.uint32), key)
+        if DRAWS:
+            rnd = _draw(start, tile, key, TILE)
         old_m = tl.load(m + start + offs, mask=mask, other=0)
         old_v = tl.load(v + start + offs, mask=mask, other=0)
         if STATES == "8bit":
             ends = v_range + 2 * (g_start + rows)
             old_m = decode_m(old_m, tl.load(m_scale + g_start + rows, mask=row_mask, other=0.0))
-            lo = tl.load(ends, mask=row_mask, other=0)
-            old_v = decode_v(old_v, lo, tl.load(ends + 1, mask=row_mask, other=0))
+            low_end = tl.load(ends, mask=row_mask, other=0)
+            old_v = decode_v(old_v, low_end, tl.load(ends + 1, mask=row_mask, other=0), FAST)
         if STATES == "bf16":
             old_m, old_v = _from_bf16(old_m), _from_bf16(old_v)
         new_m = old_m * beta1 + g * rest1
         new_v = old_v * beta2 + (g * g) * rest2
         if STATES == "8bit":
-            m_code, m_s = encode_m(new_m, (rnd & 0x3FF).to(tl.int32))
-            v_code, lo, hi = encode_v(new_v, ((rnd >> 10) & 0x3FF).to(tl.int32))
-            tl.store(m_scale + g_start + rows, m_s, mask=row_mask)
-            tl.store(ends, lo, mask=row_mask)
-            tl.store(ends + 1, hi, mask=row_mask)
+            m_code, group_scale = encode_m(new_m, rnd.to(tl.int32, bitcast=True))
+            v_code, lo, hi = encode_v(new_v, rnd.to(tl.int32, bitcast=True), FAST)
+            tl.store(m_scale + g_start + rows, group_scale.to(tl.bfloat16), mask=row_mask)
+            tl.store(ends, lo.to(tl.int16), mask=row_mask)
+            tl.store(ends + 1, hi.to(tl.int16), mask=row_mask)
         elif STATES == "bf16":
             m_code = _round_bf16(new_m, (rnd & 0xFFFF).to(tl.int32))
             v_code = _round_bf16(new_v, (rnd >> 16).to(tl.int32))
-            rnd = random_bits(start.to(tl.uint32) + offs.to(tl.uint32), key ^ 0x55555555)
+            if MASTER != "fp32":
+                rnd = _draw(start, tile, key ^ 0x55555555, TILE)
         else:
             m_code, v_code = new_m, new_v
-        tl.store(m + start + offs, m_code, mask=mask)
-        tl.store(v + start + offs, v_code, mask=mask)
+        tl.store(m + start + offs, m_code.to(m.dtype.element_ty), mask=mask)
+        tl.store(v + start + offs, v_code.to(v.dtype.element_ty), mask=mask)
 
-        u = (new_m * correct1) / (tl.sqrt(new_v) * correct2 + eps)
-        if STATES != "fp32":
-            # A NaN must stay one: min and max would drop it.
-            held = tl.minimum(tl.maximum(u, -bound), bound)
-            u = tl.where(u == u, held, u)
+        if STATES == "fp32":
+            u = (new_m * correct1) / (tl.sqrt(new_v) * correct2 + eps)
+        else:
+            u = new_m * correct1 * fast_inverse(fast_sqrt(new_v, FAST) * correct2 + eps, FAST)
+        if STATES != "fp32" or MASTER == "codes":
+            u = tl.maximum(u, -bound, propagate_nan=tl.PropagateNan.ALL)
+            u = tl.minimum(u, bound, propagate_nan=tl.PropagateNan.ALL)
         old = tl.load(param + start + offs, mask=mask, other=0)
         if MASTER == "codes":
             rest = tl.load(residual + start + offs, mask=mask, other=0)
-            w = decode_codes(old, rest, BITS) * old_scale
-        elif MASTER == "split":
-            w = decode_bf16(old, tl.load(residual + start + offs, mask=mask, other=0), BITS)
-        elif MASTER == "bf16":
-            w = _from_bf16(old)
+            x = decode_codes(old, rest, BITS) * ratio
+            x = x - x_rate * u - decay * x
+            code, rest, magnitude = encode_codes(x, (rnd >> (12 + BITS)).to(tl.int32), BITS)
+            top = tl.maximum(top, tl.max(magnitude, 1))
         else:
-            w = old
-        w = w - rate * (u + weight_decay * w)
-
-        if MASTER == "codes":
-            DROP: tl.constexpr = 20 - BITS
-            code, rest = encode_codes(w * inverse, (rnd >> (32 - DROP)).to(tl.int32), BITS)
-            top = tl.maximum(top, tl.max(tl.where(mask, magnitude_bits(w), 0), 1))
-        elif MASTER == "split":
-            if BITS == 8:
-                code, rest = encode_bf16(w, (rnd >> 24).to(tl.int32), BITS)
+            if MASTER == "split":
+                w = decode_bf16(old, tl.load(residual + start + offs, mask=mask, other=0), BITS)
+            elif MASTER == "bf16":
+                w = _from_bf16(old)
             else:
-                code, rest = encode_bf16(w, 0, BITS)
+                w = old
+            w = w - rate * u - decay * w
+            if MASTER == "split":
+                if BITS == 8:
+                    code, rest = encode_bf16(w, (rnd >> 24).to(tl.int32), BITS)
+                else:
+                    code, rest = encode_bf16(w, 0, BITS)
         if MASTER == "codes" or MASTER == "split":
-            keep = mask & (rate != 0.0)
+            keep = offs < written
             tl.store(param + start + offs, code.to(param.dtype.element_ty), mask=keep)
             tl.store(residual + start + offs, rest.to(residual.dtype.element_ty), mask=keep)
         elif MASTER == "bf16":
             tl.store(param + start + offs, _round_bf16(w, (rnd >> 16).to(tl.int32)), mask=mask)
         else:
             tl.store(param + start + offs, w, mask=mask)
-            if LOW:
+            if LOW == "bf16":
+                bits = w.to(tl.int32, bitcast=True)
+                tl.store(low + start + offs, _round_bf16(w, 0x7FFF + ((bits >> 16) & 1)), mask=mask)
+            elif LOW == "cast":
                 tl.store(low + start + offs, w.to(low.dtype.element_ty), mask=mask)
 
     if MASTER == "codes":
-        if rate != 0.0:
+        if tl.where(rate == 0.0, 0, live) != 0:
             # Every warp has read scale and amax once this reduction over the program is done.
-            tl.atomic_max(work + 1 + lead, tl.max(top, 0))
+            largest = amax_of_magnitude(tl.max(top, 0), new_scale)
+            tl.atomic_max(work + 1 + lead, magnitude_bits(largest))
             done = tl.atomic_add(work, 1)
             if done == tl.num_programs(0) * leads - 1:
                 e = tl.arange(0, LEADS)
@@ -357,6 +395,8 @@ def triton_adamw_step(
     if n_all == 0:
         return
     leads, n = _leads(param)
+    if n >= 2**31:
+        raise ValueError(f"AdamW: a parameter of {n} elements is too large for one update (2**31)")
     groups = -(-n // GROUP)
     if m.dtype == torch.float32:
         states = "fp32"
@@ -370,6 +410,9 @@ def triton_adamw_step(
         master = "codes" if scale is not None else "split"
     if master != "fp32":
         param = param.view(torch.uint8 if master == "codes" else torch.int16)
+    copy = "none" if low is None else "bf16" if low.dtype == torch.bfloat16 else "cast"
+    if copy == "bf16":
+        low = low.view(torch.int16)
     guard = found_inf is not None
     if guard:
         correct1, correct2 = math.log(beta1) if beta1 else -1e30, math.log(beta2)
@@ -385,10 +428,11 @@ def triton_adamw_step(
         pointer(m_scale), pointer(v_range), pointer(low),
         lr if lr_tensor is None else lr_tensor, pointer(grad_mul), pointer(found_inf),
         pointer(skipped), beta1, beta2, 1.0 - beta1, 1.0 - beta2, correct1, correct2,
-        update_bound(beta1, beta2), eps, weight_decay, step, key, n, groups, leads,
+        update_bound(beta1, beta2), max(eps, LEAST_EPS), weight_decay, step, key, n, groups, leads,
         MASTER=master, BITS=0 if residual is None else 8 * residual.element_size(), STATES=states,
-        LOW=low is not None, LR_TENSOR=lr_tensor is not None, MUL=grad_mul is not None,
+        LOW=copy, LR_TENSOR=lr_tensor is not None, MUL=grad_mul is not None,
         GUARD=guard, MARGIN=margin, LEADS=triton.next_power_of_2(leads), TILE=_TILE,
+        DRAWS=states != "fp32" or master != "fp32", FAST=not INTERPRETED,
     )  # fmt: skip
 
 

@@ -105,54 +105,56 @@ def ref_unpack_split(
 
 @triton.jit
 def encode_codes(x, random, BITS: tl.constexpr):
-    """(code int32, residual int32) of FP32 x = w / scale; random: int32 in [0, 2**(20 - BITS))."""
+    """(code, residual, magnitude) int32 of FP32 x = w / scale, |x| < 464 or not finite.
+
+    random: int32 in [0, 2**(20 - BITS)). code and residual: low 8 and BITS bits count. magnitude:
+    the bits of |x| * 2**-120, in the order of |x|, NaN on top; undone by `amax_of_magnitude`.
+    """
     DROP: tl.constexpr = 20 - BITS
-    a = tl.abs(x)
-    small = a < 0.015625
-    f = tl.where(small, a + 0.015625, a).to(tl.int32, bitcast=True)
-    m = (f + (random - (1 << (DROP - 1)))) >> DROP
-    m = m - tl.where(small, (120 << (3 + BITS)) + (8 << BITS), 120 << (3 + BITS))
-    m = tl.minimum(tl.maximum(m, 0), (0x7E << BITS) + (1 << (BITS - 1)) - 1)
-    code = (m + (1 << (BITS - 1))) >> BITS
-    residual = m - (code << BITS)
-    bad = a.to(tl.int32, bitcast=True) >= 0x7F800000
-    code = tl.where(bad, 0x7F, code) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
-    return code, tl.where(bad, 0, residual)
+    # e4m3's exponents fall on FP32's lowest ones, and its subnormals on FP32's: no case for them.
+    a = (tl.abs(x) * 2.0**-120).to(tl.int32, bitcast=True)
+    # What is not finite becomes the NaN code with residual 0.
+    m = tl.minimum(a, 0x7F00000 + (1 << (DROP - 1)))
+    m = tl.maximum(m + (random - (1 << (DROP - 1))), 0)
+    code = ((m + 0x80000) >> 20) & 0x7F
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80), m >> DROP, a
+
+
+@triton.jit
+def amax_of_magnitude(top, scale):
+    """FP32 amax of w from the largest `magnitude` of w / scale."""
+    return top.to(tl.float32, bitcast=True) * 2.0**120 * scale
 
 
 @triton.jit
 def decode_codes(code, residual, BITS: tl.constexpr):
-    """FP32 w / scale of (uint8 code, int8 or int16 residual)."""
+    """FP32 w / scale of (uint8 code, int8 or int16 residual); the NaN code reads as 480."""
     DROP: tl.constexpr = 20 - BITS
-    c = code.to(tl.int32)
-    m = ((c & 0x7F) << BITS) + residual.to(tl.int32)
-    y = ((m << DROP) + ((120 << 23) + (1 << (DROP - 1)))).to(tl.float32, bitcast=True)
-    y = tl.where(m < (8 << BITS), 2.0 * y - 0.015625, y)
-    y = tl.where(m == 0, 0.0, y)
-    y = tl.where((c & 0x7F) == 0x7F, float("nan"), y)
-    return tl.where(c >= 0x80, -y, y)
+    # Sign and magnitude to the top, then down to FP32's lowest exponents (0x87f00000).
+    f = ((code.to(tl.int32) << 24) >> 4) & -0x78100000
+    f = f + (residual.to(tl.int32) << DROP) + (1 << (DROP - 1))
+    y = f.to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where(tl.abs(y) > 1.5 * 2.0 ** (-10 - BITS), y, 0.0)
 
 
 @triton.jit
 def encode_bf16(w, random, BITS: tl.constexpr):
-    """(BF16 bits int32, residual int32) of FP32 w; random: int32 in [0, 2**(16 - BITS))."""
+    """(BF16 bits, residual) int32 of FP32 w; random: int32 in [0, 2**(16 - BITS))."""
     f = w.to(tl.int32, bitcast=True)
     m = f & 0x7FFFFFFF
     m = tl.where(m > 0x7F800000, 0x7FC00000, m)
     if BITS < 16:
         m = tl.where(m < 0x7F800000, m + random, m) >> (16 - BITS)
     code = (m + (1 << (BITS - 1))) >> BITS
-    residual = m - (code << BITS)
-    return code | ((f >> 16) & 0x8000), residual
+    return code | ((f >> 16) & 0x8000), m
 
 
 @triton.jit
 def decode_bf16(code, residual, BITS: tl.constexpr):
     """FP32 of (int16 BF16 bits, int8 or int16 residual)."""
-    c = code.to(tl.int32)
-    m = ((c & 0x7FFF) << 16) + (residual.to(tl.int32) << (16 - BITS))
-    sign = (c < 0).to(tl.int32) << 31
-    return (m | sign).to(tl.float32, bitcast=True)
+    # The code's magnitude is at least 1 where the residual is negative: the sign stays.
+    f = (code.to(tl.int32) << 16) + (residual.to(tl.int32) << (16 - BITS))
+    return f.to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -166,6 +168,7 @@ def _unpack_kernel(
     r = tl.load(residual + offs, mask=mask, other=0)
     if CODES:
         w = decode_codes(c, r, BITS) * tl.load(scale + offs // per_scale, mask=mask, other=1.0)
+        w = tl.where((c & 0x7F) == 0x7F, float("nan"), w)
     else:
         w = decode_bf16(c, r, BITS)
     tl.store(out + offs, w, mask=mask)
