@@ -12,16 +12,22 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from .config import Run
+    from .numerics.policy import Plan
 
 DONE, FAILED, REFUSED = 0, 1, 2
 
@@ -66,6 +72,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return its exit code. Never raises."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     debug = "--debug" in arguments
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     try:
         code = app([a for a in arguments if a != "--debug"], "ottava", standalone_mode=False)
     except _Refused as refused:
@@ -167,21 +174,80 @@ def plan(
     run_file: RunFile,
     overrides: Overrides = None,
     preset: Annotated[str, typer.Option(help="Plan for this preset instead of the file's.")] = "",
+    gib: Annotated[
+        float, typer.Option(help="GiB of the GPU to fit into; this machine's unless given.", min=0)
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Say, before anything runs, what computes and is kept in what, and whether it fits."""
+    """Say, before anything runs, what computes and is kept in what, how many bytes, what fits.
+
+    Reads no data and allocates nothing: with --gib it works on a laptop for any GPU.
+    """
     from .config import load_run
 
     with _request():
         run = load_run(run_file, overrides or ())
         run = run.with_preset(preset).check() if preset else run
-        from .plans import plan_run
+        from .memory import estimate_memory
+        from .train.out_of_memory import available_gib
 
-        result = plan_run(run)
+        device = "cuda" if gib else _device_of(run)
+        table = _planned(run, device)
+        memory = estimate_memory(run, device=device)
+    room = gib or available_gib(_torch_device(device))
+    others = memory.advice(room)
     if as_json:
-        _print_json(result.to_dict())
-    else:
-        out.print(str(result))
+        _print_json(
+            {
+                "plan": table and table.to_dict(),
+                "memory": memory.to_dict(),
+                "gib": room,
+                "fits": memory.fits(room),
+                "advice": [{"settings": o.settings, **o.to_dict()} for o in others],
+                "notes": run.notes,
+            }
+        )
+        return
+    out.print(str(table) if table else f"{run.train.preset}: plain PyTorch, nothing in 8 bits")
+    for note in run.notes:
+        out.print(f"note: {note}")
+    out.print(memory)
+    out.print(f"{'fits' if memory.fits(room) else 'does not fit'} into {room:.1f} GiB")
+    for other in others:
+        out.print(f"would fit: {other.settings} ({other.peak_gib:.2f} GiB)")
+    if not others and not memory.fits(room):
+        out.print("nothing that was tried fits: a shorter data.sequence_length or a smaller model")
+
+
+def _device_of(run: Run) -> str:
+    import torch
+
+    if run.device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return run.device
+
+
+def _torch_device(name: str):
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise _Refused from ValueError("--gib: no GPU here to take the size from; give it")
+    return torch.device(name)
+
+
+def _planned(run: Run, device: str) -> Plan | None:
+    """The plan of the run's model, which is never allocated; None for a preset that has none.
+
+    For a GPU that is not here, FP8 units are taken for granted.
+    """
+    import torch
+
+    from . import prepare
+
+    absent = device == "cuda" and not torch.cuda.is_available()
+    model = prepare.build_model(run, "meta")
+    table = prepare.convert_for(run, model, "cpu" if absent else device)
+    return replace(table, emulated=False) if table and absent else table
 
 
 @app.command()
@@ -191,9 +257,14 @@ def compare(
     presets: Annotated[
         str, typer.Option(help="Presets to compare, with commas; all that apply unless given.")
     ] = "",
+    repeats: Annotated[int, typer.Option(help="Timed slices of each preset.", min=1)] = 3,
     as_json: Json = False,
-) -> None:
-    """Train the same run under several presets: peak memory by category, tokens/s, loss gap."""
+) -> int:
+    """Train the same run under several presets: peak memory by category, tokens/s, loss gap.
+
+    Writes compare.json and report.html into the run's folder. A preset that fails does not stop
+    the others; the exit code is then 1.
+    """
     from .config import load_run
 
     with _request():
@@ -201,7 +272,19 @@ def compare(
         names = [n.strip() for n in presets.split(",") if n.strip()]
         for name in names:
             run.with_preset(name).check()
-    raise NotImplementedError
+        from .bench.compare import compare as measure
+        from .bench.table import comparison_table
+        from .prepare import build_model
+        from .train.data import load_data
+
+        load_data(run, vocab_size=build_model(run, "meta").config.vocab_size)
+        result = measure(run, names or None, repeats=repeats, quiet=as_json)
+    if as_json:
+        _print_json(result)
+    else:
+        out.print(comparison_table(result))
+        out.print(f"{run.out}/compare.json\n{run.out}/report.html")
+    return FAILED if any(row["status"] == "failed" for row in result["rows"]) else DONE
 
 
 @app.command()
@@ -217,8 +300,10 @@ def train(run_file: RunFile, overrides: Overrides = None, as_json: Json = False)
         from .train.trainer import Trainer
 
         trainer = Trainer(run)
-    trainer.run()
-    return DONE
+    result = trainer.run(quiet=as_json)
+    if as_json:
+        _print_json({**asdict(result), "out": run.out, "exit_code": result.exit_code})
+    return result.exit_code
 
 
 @app.command()
