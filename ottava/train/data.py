@@ -14,7 +14,6 @@ B sequences, T tokens in one.
 from __future__ import annotations
 
 import functools
-import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -22,6 +21,15 @@ import numpy as np
 import torch
 
 from ..config import Data, Run
+from .sequences import (
+    PackedSequences,
+    RandomSequences,
+    SeparateSequences,
+    Sequences,
+    Stream,
+    checksum,
+    stream_of,
+)  # fmt: skip
 from .sources import DataError, read_documents, source_files
 
 __all__ = ["DataError", "Loader", "TokenData", "Tokenizer", "load_data"]
@@ -182,7 +190,7 @@ def _split(corpus: Corpus, data: Data, seed: int) -> tuple[Stream, Stream | None
     starts, share = corpus.starts, data.validation_fraction
     spans = np.stack([starts[:-1], starts[1:]], axis=1)
     if not share:
-        return _stream(corpus.tokens, spans), None
+        return stream_of(corpus.tokens, spans), None
     target = max(int(len(corpus.tokens) * share), data.sequence_length)
     order = _shuffled(len(spans), seed, SPLIT)
     lengths = spans[:, 1] - spans[:, 0]
@@ -199,90 +207,7 @@ def _split(corpus: Corpus, data: Data, seed: int) -> tuple[Stream, Stream | None
         cut = max(end - (target - size), begin)
         kept[longest] = begin, cut
         out = np.concatenate([out, [[cut, end]]])
-    return _stream(corpus.tokens, kept[kept[:, 1] > kept[:, 0]]), _stream(corpus.tokens, out)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Stream:
-    """One side of the split: its tokens end to end, and where each document starts (and ends)."""
-
-    tokens: np.ndarray
-    starts: np.ndarray
-
-
-def _stream(tokens: np.ndarray, spans: np.ndarray) -> Stream:
-    pieces = [tokens[a:b] for a, b in spans] or [tokens[:0]]
-    lengths = spans[:, 1] - spans[:, 0]
-    return Stream(tokens=np.concatenate(pieces), starts=np.concatenate([[0], np.cumsum(lengths)]))
-
-
-class PackedSequences:
-    """Sequence i is tokens [i * T, (i + 1) * T) of the stream; the last, partial one is dropped."""
-
-    def __init__(self, stream: Stream, length: int) -> None:
-        self.stream, self.length = stream, length
-
-    def __len__(self) -> int:
-        return len(self.stream.tokens) // self.length
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids int64 [T], document number int32 [T])."""
-        begin = index * self.length
-        where = np.arange(begin, begin + self.length)
-        documents = np.searchsorted(self.stream.starts, where, side="right") - 1
-        ids = self.stream.tokens[begin : begin + self.length].astype(np.int64)
-        return ids, documents.astype(np.int32)
-
-    def fingerprint(self) -> int:
-        """A number that changes with any token or boundary."""
-        return _crc(self.stream.starts.tobytes(), self.stream.tokens.tobytes(), b"packed")
-
-
-class SeparateSequences:
-    """Sequence i is the start of document i, filled up with separators (document number -1)."""
-
-    def __init__(self, stream: Stream, length: int, separator: int) -> None:
-        self.stream, self.length, self.separator = stream, length, separator
-
-    def __len__(self) -> int:
-        return len(self.stream.starts) - 1
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids int64 [T], document number int32 [T])."""
-        begin, end = self.stream.starts[index : index + 2]
-        size = min(int(end - begin), self.length)
-        ids = np.full(self.length, self.separator, np.int64)
-        ids[:size] = self.stream.tokens[begin : begin + size]
-        documents = np.full(self.length, -1, np.int32)
-        documents[:size] = index
-        return ids, documents
-
-    def fingerprint(self) -> int:
-        """A number that changes with any token or boundary."""
-        return _crc(self.stream.starts.tobytes(), self.stream.tokens.tobytes(), b"separate")
-
-
-class RandomSequences:
-    """Uniform token ids below `vocab_size`; sequence i depends on (seed, side, i) alone."""
-
-    def __init__(self, vocab_size: int, length: int, seed: int, side: int) -> None:
-        self.vocab_size, self.length, self.seed, self.side = vocab_size, length, seed, side
-
-    def __len__(self) -> int:
-        return 2**40  # never runs out
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """(token ids int64 [T], document number 0 int32 [T])."""
-        draw = np.random.Generator(np.random.Philox(key=[self.seed, 2 * index + self.side]))
-        ids = draw.integers(0, self.vocab_size, self.length, dtype=np.int64)
-        return ids, np.zeros(self.length, np.int32)
-
-    def fingerprint(self) -> int:
-        """A number that changes with the vocabulary, the seed or the side."""
-        return _crc(f"random {self.vocab_size} {self.seed} {self.side}".encode())
-
-
-Sequences = PackedSequences | SeparateSequences | RandomSequences
+    return stream_of(corpus.tokens, kept[kept[:, 1] > kept[:, 0]]), stream_of(corpus.tokens, out)
 
 
 def _sequences(stream: Stream, data: Data, separator: int, side: str) -> Sequences:
@@ -310,7 +235,7 @@ class Loader:
         self.sequences, self.batch, self.seed, self.shuffle = sequences, batch, seed, shuffle
         self.position = 0
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        self._fingerprint = _crc(
+        self._fingerprint = checksum(
             f"{sequences.fingerprint()} {sequences.length} {seed if shuffle else None}".encode()
         )
 
@@ -400,10 +325,3 @@ def _mix(x: np.ndarray) -> np.ndarray:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
-
-
-def _crc(*parts: bytes) -> int:
-    value = 0
-    for part in parts:
-        value = zlib.crc32(part, value)
-    return value
