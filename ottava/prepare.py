@@ -17,6 +17,7 @@ from .convert import plan as make_plan
 from .models.load import load_model
 from .numerics.policy import Plan
 from .optim.adamw import AdamW
+from .optim.fused_backward import FusedBackward, fuse_backward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -84,3 +85,8 @@ def make_optimizer(run: Run, model: nn.Module) -> AdamW:
         states=settings.states,
         seed=run.seed,
     )
+
+
+def fuse(run: Run, model: nn.Module, optimizer: AdamW) -> FusedBackward | None:
+    """Put the optimizer's step inside backward where the run's settings say so; the handle."""
+    return fuse_backward(model, optimizer, measure=True) if run.settings.fused else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +23,12 @@ from .allocator import block_sizes
 from .config import Run
 from .convert import revert
 from .kernels.split import SplitParameter
-from .layers.head import causal_loss
 from .layers.saved import clock
 from .lifetimes import MemoryTracker, Peak, follow, replay
-from .models.moe import Router
-from .optim.clip import clip_grad_norm_
+from .models.mimo import MiMoPreTrainedModel
+from .models.moe import Router, update_router_bias
+from .optim.clip import fast_norm
 from .optim.ema import EMA
-from .optim.fused_backward import fuse_backward
 from .recompute import wrap_recompute
 
 _AUTOCAST = {
@@ -146,14 +146,18 @@ def attention_backward_bytes(q_BTHD: torch.Tensor) -> int:
 
 # Bytes that an operator's CUDA form holds beyond its outputs, by its arguments.
 _HELD: dict[str, Callable[..., int]] = {
-    "ottava::attention_backward": lambda grad_out, q, *_: attention_backward_bytes(q),
+    "ottava::attention_backward": lambda grad_out, q, *_, **__: attention_backward_bytes(q),
+    # a reduction in FP64 first makes an FP64 copy
+    "aten::linalg_vector_norm": lambda x, *_, **how: (
+        8 * x.numel() if how.get("dtype") == torch.float64 else 0
+    ),
 }
 
 
 def held_on_cuda(func, args: Iterable, kwargs: dict, out) -> int:
     """Bytes that `func` allocates and frees inside itself on CUDA (see `MemoryTracker`)."""
-    held = _HELD.get(func._schema.name) if func.namespace == "ottava" else None
-    return held(*args) if held else 0
+    held = _HELD.get(func._schema.name)
+    return held(*args, **kwargs) if held else 0
 
 
 class _FakeSplit(SplitParameter, FakeTensor):
@@ -182,8 +186,9 @@ class Rehearsal:
             wrap_recompute(self.model, run.train.recompute, plan, contextlib.nullcontext)
             self.optimizer = prepare.make_optimizer(run, self.model)
             _restore_split_class(self.model)
-            self.handle = fuse_backward(self.model, self.optimizer) if self.settings.fused else None
+            self.handle = prepare.fuse(run, self.model, self.optimizer)
             self.ema = EMA(self.model, run.ema.decay) if run.ema.decay else None
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -214,27 +219,34 @@ class Rehearsal:
         return replay(tracker.timeline, sizes), reserved
 
     def _step(self) -> None:
-        train = self.run.train
-        shape = (train.micro_batch, self.run.data.sequence_length)
-        for _ in range(train.accumulate):
-            loss = self._loss(shape)
+        """What `Trainer.step_once` does, in its order."""
+        run, total = self.run, torch.zeros(())
+        inputs = self._inputs()
+        for _ in range(run.train.accumulate):
+            with self._precision():
+                loss = self.model(**inputs, num_items_in_batch=1).loss
+            total += loss.detach()
+            if self.handle is not None:
+                self.handle.guard(loss)
             loss.backward()
-            del loss
-        if self.handle is None:
-            parameters = [p for p in self.model.parameters() if p.requires_grad]
-            clip_grad_norm_(parameters, self.run.optimizer.clip_norm or float("inf"))
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.handle is not None:
+            self.handle.finish()
+        else:
+            fast_norm(self.parameters)
+        self.optimizer.step(grad_scale=1.0 if run.optimizer.clip_norm else None)
         if self.ema is not None:
             self.ema.update()
+        update_router_bias(self.model, 1e-3)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.clear_autocast_cache()
 
-    def _loss(self, shape: tuple[int, int]) -> torch.Tensor:
-        ids = torch.empty(shape, dtype=torch.int64)
-        inputs = {"labels": torch.empty(shape, dtype=torch.int64)}
-        if self.run.data.document_mask:
+    def _inputs(self) -> dict[str, Any]:
+        shape = (self.run.train.micro_batch, self.run.data.sequence_length)
+        inputs = {k: torch.empty(shape, dtype=torch.int64) for k in ("input_ids", "labels")}
+        if self.run.data.document_mask and isinstance(self.model, MiMoPreTrainedModel):
             inputs["documents"] = torch.empty(shape, dtype=torch.int32)
+        return {**inputs, "use_cache": False}
+
+    def _precision(self) -> torch.autocast:
         dtype = _AUTOCAST.get(self.settings.compute)
-        with torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None):
-            if self.settings.chunked_loss:
-                return causal_loss(self.model, ids, **inputs)
-            return self.model(ids, **inputs).loss
+        return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)

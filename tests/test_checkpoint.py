@@ -35,7 +35,7 @@ def same(a, b):
         raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
         return torch.equal(*raw)
     if isinstance(a, dict):
-        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
     return a == b or (a != a and b != b)
@@ -239,7 +239,7 @@ def test_disk_full_leaves_the_one_before_and_no_rest(tmp_path, monkeypatch, afte
         write(self, data)
 
     monkeypatch.setattr(Sink, "write", full)
-    with pytest.raises(CheckpointError, match="cannot save step 2 .*No space left") as e:
+    with pytest.raises(CheckpointError, match=r"cannot save step 2 .*No space left") as e:
         saved(tmp_path, 2, s=[torch.ones(64)])
     assert "the checkpoint of step 1 is intact" in str(e.value) and "\n" not in str(e.value)
     monkeypatch.undo()
@@ -271,7 +271,7 @@ def small_disk(tmp_path):
 
 def test_a_disk_that_is_really_full(small_disk):
     saved(small_disk, 1)
-    with pytest.raises(CheckpointError, match="No space left on device .*step 1 is intact"):
+    with pytest.raises(CheckpointError, match=r"No space left on device .*step 1 is intact"):
         saved(small_disk, 2, s=[torch.zeros(1 << 15)])
     assert os.listdir(small_disk) == ["step-00000001"]
     assert latest_good(small_disk)[0].step == 1

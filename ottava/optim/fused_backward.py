@@ -7,8 +7,9 @@ Given up: accumulation over micro-batches (a second backward before `opt.step()`
 exact clipping by the global norm, which is known only when every gradient has been used. Instead
 clip="previous" clips by the norm of the step before (the first step is not clipped), and
 clip="tensor" clips each gradient by its own norm. Both also skip a parameter whose gradient is not
-finite, and all that follow in that backward. `handle.guard(loss)` before backward skips the whole
-step on the device when the loss is not finite.
+finite, and all that follow in that backward; so does measure=True, which clips nothing and costs one
+more pass over each gradient. `handle.guard(loss)` before backward skips the whole step on the device
+when the loss is not finite.
 """
 
 from __future__ import annotations
@@ -25,9 +26,16 @@ CLIPS = (None, "previous", "tensor")
 
 
 def fuse_backward(
-    model: nn.Module, opt: AdamW, *, clip: str | None = None, max_norm: float = 1.0
+    model: nn.Module,
+    opt: AdamW,
+    *,
+    clip: str | None = None,
+    max_norm: float = 1.0,
+    measure: bool = False,
 ) -> FusedBackward:
     """Run `opt` inside backward. Returns the handle, also `opt.fused`; `.remove()` undoes it.
+
+    measure: test every gradient before it is used and keep the norms, as clipping does.
 
     ValueError, before anything is changed: opt is fused already, a trainable parameter is not in
     opt, is sharded, or carries a post-accumulate hook of something else, or clip is unknown.
@@ -35,7 +43,9 @@ def fuse_backward(
     if clip not in CLIPS:
         raise ValueError(f"fuse_backward: clip {clip!r} is not one of None, 'previous', 'tensor'")
     if opt.fused is not None:
-        raise ValueError("fuse_backward: this optimizer is fused already; remove() the handle first")
+        raise ValueError(
+            "fuse_backward: this optimizer is fused already; remove() the handle first"
+        )
     known = {p for group in opt.param_groups for p in group["params"]}
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -54,18 +64,26 @@ def fuse_backward(
                 f"fuse_backward: gradients of {name} are reduced over ranks after backward; "
                 "use the optimizer without it"
             )
-    return FusedBackward(opt, clip, max_norm)
+    return FusedBackward(opt, clip, max_norm, measure or clip is not None)
 
 
 class FusedBackward:
-    """The hooks of one optimizer. `found_inf`: fp32 (1,) or None, the running step's guard."""
+    """The hooks of one optimizer. `found_inf`: fp32 (1,) or None, the running step's guard.
 
-    def __init__(self, opt: AdamW, clip: str | None, max_norm: float) -> None:
-        self.opt, self.clip, self.max_norm = opt, clip, max_norm
+    Of the last finished step, where gradients are measured: `norms`, parameter -> 0-dim norm in the
+    order of backward, `norm` of all (FP64 with clip; else FP32, inf where squares overflow), and
+    `found`, its `found_inf` at the end.
+    """
+
+    def __init__(self, opt: AdamW, clip: str | None, max_norm: float, measure: bool) -> None:
+        self.opt, self.clip, self.max_norm, self.measure = opt, clip, max_norm, measure
         self.found_inf: torch.Tensor | None = None
-        self.norm: torch.Tensor | None = None  # of the last finished step, with clip; FP64 0-dim
+        self.found: torch.Tensor | None = None
+        self.norm: torch.Tensor | None = None
+        self.norms: dict[torch.Tensor, torch.Tensor] = {}
         self._factor: torch.Tensor | None = None
-        self._norms: list[torch.Tensor] = []
+        self._norms: dict[torch.Tensor, torch.Tensor] = {}
+        self._one = torch.ones(1, device=opt.param_groups[0]["params"][0].device)
         self._done: set[torch.Tensor] = set()
         self._groups = {p: g for g in opt.param_groups for p in g["params"] if p.requires_grad}
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._groups]
@@ -79,9 +97,12 @@ class FusedBackward:
     def finish(self) -> None:
         """End of a step; `opt.step()` calls it."""
         if self._norms:
-            self.norm = torch.linalg.vector_norm(torch.stack(self._norms))
-            self._factor = clip_factor(self.norm, self.max_norm).float().reshape(1)
-        self._norms, self.found_inf = [], None
+            self.norm = torch.linalg.vector_norm(torch.stack(list(self._norms.values())))
+            self.norms = self._norms
+            if self.clip == "previous":
+                self._factor = clip_factor(self.norm, self.max_norm).float().reshape(1)
+            self.found = self.found_inf
+        self._norms, self.found_inf = {}, None
         self._done.clear()
 
     def remove(self) -> None:
@@ -93,7 +114,9 @@ class FusedBackward:
 
     def state_dict(self) -> dict[str, Any]:
         """The previous step's norm, so that a resumed run clips as an unbroken one."""
-        return {} if self.norm is None else {"previous_norm": self.norm}
+        if self.norm is None or self.clip != "previous":
+            return {}
+        return {"previous_norm": self.norm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "previous_norm" in state:
@@ -110,11 +133,19 @@ class FusedBackward:
             )
         self._done.add(p)
         factor = None
-        if self.clip is not None:
-            norm = tensor_norm(p.grad)
-            self._norms.append(norm)
-            bad = (~norm.isfinite()).float().reshape(1)
-            self.found_inf = bad if self.found_inf is None else torch.maximum(self.found_inf, bad)
+        if self.measure:
+            if self.found_inf is None:
+                self.found_inf = torch.zeros_like(self._one)
+            # One launch that sets found_inf (and multiplies by 1): backward has many parameters,
+            # and its launches are what it waits for. For the same reason no FP64 without clipping.
+            torch._amp_foreach_non_finite_check_and_unscale_([p.grad], self.found_inf, self._one)
+            exact = self.clip is not None
+            norm = (
+                tensor_norm(p.grad)
+                if exact
+                else torch.linalg.vector_norm(p.grad, dtype=torch.float32)
+            )
+            self._norms[p] = norm
             factor = self._factor
             if self.clip == "tensor":
                 factor = clip_factor(norm, self.max_norm).float().reshape(1)

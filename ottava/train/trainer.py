@@ -27,9 +27,8 @@ from ..config import Run
 from ..layers.autocast import autocast
 from ..layers.saved import clock, discard_amax
 from ..models.moe import update_router_bias
-from ..optim.clip import clip_grad_norm_, grad_norm
+from ..optim.clip import fast_norm, grad_norm
 from ..optim.ema import EMA
-from ..optim.fused_backward import fuse_backward
 from ..optim.loss_scaler import GradScaler
 from ..optim.schedule import Schedule
 from ..recompute import wrap_recompute
@@ -77,12 +76,7 @@ class Trainer:
         self.plan = prepare.convert_for(run, self.model, self.device)
         wrap_recompute(self.model, run.train.recompute, self.plan, self.eight_bit)
         self.optimizer = prepare.make_optimizer(run, self.model)
-        self.handle = None
-        if self.settings.fused:
-            # an endless norm clips nothing, but has every gradient tested before it is used
-            self.handle = fuse_backward(
-                self.model, self.optimizer, clip="tensor", max_norm=math.inf
-            )
+        self.handle = prepare.fuse(run, self.model, self.optimizer)
         self.scaler = _scaler(run)
         self.ema = EMA(self.model, run.ema.decay) if run.ema.decay else None
         o = run.optimizer
@@ -103,6 +97,10 @@ class Trainer:
 
     def step_once(self) -> StepResult:
         """One optimizer step over `train.accumulate` micro-batches."""
+        with torch.autocast(self.device.type, enabled=False):  # an outer one ends here
+            return self._step_once()
+
+    def _step_once(self) -> StepResult:
         started = time.perf_counter()
         window = [next(self.data.train) for _ in range(self.config.train.accumulate)]
         valid = sum(batch["num_valid"] for batch in window)
@@ -120,12 +118,13 @@ class Trainer:
             self.scaler.scale(loss).backward()
 
         self.scaler.unscale_(self.optimizer)
-        norm = self._clip()
-        # the one wait for the device in a step
-        loss_value, norm_value = torch.stack([total.double(), norm.to(total.device)]).tolist()
-        cause = self._why_not(loss_value, norm_value)
-        # in a fused step the weights have moved already; this ends the step
-        stepped = not cause and self.scaler.step(self.optimizer)
+        loss_value, norm, cause = self._inspect(total)  # the one wait for the device in a step
+        # in a fused step the weights have moved already and this ends it; after an overflow it only
+        # tells the loss scale
+        overflow = self.scaler.is_enabled() and not math.isfinite(norm)
+        stepped = (overflow or not cause) and self.scaler.step(
+            self.optimizer, grad_scale=self._grad_scale(norm)
+        )
         self.scaler.update()
 
         self.schedule.step(stepped)
@@ -140,28 +139,43 @@ class Trainer:
         self.step += 1
         self.tokens += tokens
         return StepResult(
-            step=self.step, loss=loss_value, grad_norm=norm_value, tokens=tokens, lr=lr,
+            step=self.step, loss=loss_value, grad_norm=norm, tokens=tokens, lr=lr,
             stepped=stepped, seconds=time.perf_counter() - started, cause=cause,
         )  # fmt: skip
 
-    def _clip(self) -> torch.Tensor:
-        """The global gradient norm before clipping, FP64 0-dim on the device; clips if asked to."""
+    def _inspect(self, total: torch.Tensor) -> tuple[float, float, str]:
+        """(loss, gradient norm before clipping, why the step must not be taken or "")."""
         if self.handle is not None:
             self.handle.finish()
-            return self.handle.norm
-        limit = self.config.optimizer.clip_norm
-        return clip_grad_norm_(self.parameters, limit) if limit else grad_norm(self.parameters)
-
-    def _why_not(self, loss: float, norm: float) -> str:
-        """Why the step must not be taken; empty where it may. Slow only when something is wrong."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return ""
+            norm, found = self.handle.norm, self.handle.found
+        else:
+            norm = fast_norm(self.parameters)
+            found = torch.zeros_like(norm)
+        values = torch.stack([t.reshape(()).to(total) for t in (total, norm, found)])
+        loss, norm, bad = values.tolist()
+        if self.handle is None and not math.isfinite(norm):
+            norm = float(grad_norm(self.parameters))  # squares may have overflowed, no gradient
+            bad = not math.isfinite(norm)
         causes = [] if math.isfinite(loss) else [f"the loss is {loss}"]
-        for name, p in reversed(list(self.model.named_parameters())):  # as backward meets them
-            if p.grad is not None and not bool(p.grad.isfinite().all()):
-                causes.append(f"the gradient of {name} is not finite")
-                break
-        return "; ".join(causes) or "a gradient is not finite"
+        if bad or causes:
+            causes += self._first_bad_gradient()
+        return loss, norm, "; ".join(causes)
+
+    def _first_bad_gradient(self) -> list[str]:
+        """Names the first gradient, in the order of backward, that is not finite. Slow."""
+        if self.handle is not None:
+            names = {p: n for n, p in self.model.named_parameters()}
+            grads = [(names[p], norm) for p, norm in self.handle.norms.items()]
+        else:
+            grads = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
+            grads.reverse()
+        bad = (n for n, g in grads if not bool(g.isfinite().all()))
+        return [f"the gradient of {n} is not finite" for n in [next(bad, None)] if n]
+
+    def _grad_scale(self, norm: float) -> float | None:
+        """What the optimizer divides gradients by, so that their norm is at most clip_norm."""
+        limit = self.config.optimizer.clip_norm
+        return norm / limit if limit and norm > limit else None
 
     # ---- precision ----
 
