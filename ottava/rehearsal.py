@@ -73,17 +73,25 @@ def target(kind: str) -> Iterator[None]:
     A mode for functions would be off inside `Tensor.backward`, where layers are recomputed, so
     the names themselves are replaced for the time being.
     """
-    plain = torch.bincount, F.scaled_dot_product_attention
+    plain = torch.bincount, F.scaled_dot_product_attention, torch.cuda.Event
     torch.bincount = _balanced_counts
     if kind == "cuda":
         FakeTensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
         F.scaled_dot_product_attention = _attend
+        torch.cuda.Event = _Event  # type: ignore[misc]
     try:
         yield
     finally:
-        torch.bincount, F.scaled_dot_product_attention = plain
+        torch.bincount, F.scaled_dot_product_attention, torch.cuda.Event = plain
         if "is_cuda" in FakeTensor.__dict__:
             del FakeTensor.is_cuda
+
+
+class _Event:
+    """A CUDA event where nothing runs."""
+
+    def __init__(self, **_options) -> None:
+        self.record = self.synchronize = lambda *_: None
 
 
 class _Counts(FakeTensor):
