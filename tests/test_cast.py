@@ -6,6 +6,9 @@ under Triton's interpreter.
 """
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -437,3 +440,59 @@ def test_int8_triton_equals_reference(group, device):
 def test_quantized_is_plain_data():
     q = quantize(torch.randn(4, 4), Cast())
     assert same(Quantized(q.codes, q.scale, "tensor").dequantize(), q.dequantize())
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from ottava.kernels import cast, int8, scale
+
+def compile(kernel, target, warps, **constants):
+    constants.setdefault("stride_k", 1)
+    types, values, attributes = {}, {}, {}
+    kinds = {"x": "*bf16", "codes": "*u8", "codes_t": "*u8", "out": "*i32", "scale": "*fp32"}
+    numbers = ("M", "K", "n", "stride_m", "stride_k", "key")
+    for i, name in enumerate(kernel.arg_names):
+        if name in constants:
+            types[name], values[(i,)] = "constexpr", constants[name]
+        else:
+            types[name] = "i32" if name in numbers else kinds.get(name, "*fp32")
+            if name != "key":
+                attributes[(i,)] = [["tt.divisibility", 16]]
+    if kernel is int8._int8_kernel:
+        types |= {"codes": "*i8", "scale": "*bf16"}
+    if kernel is cast._cast_kernel:
+        types |= {n: "*i32" for n in ("amax", "amax_cols", "amax_out") if types[n] != "constexpr"}
+    source = ASTSource(fn=kernel, signature=types, constexprs=values, attrs=attributes)
+    ptx = triton.compile(source, target=target, options={"num_warps": warps}).asm["ptx"]
+    assert "v4" in ptx, f"{kernel.__name__}: no 16-byte access"
+    return ptx
+
+h100, a100 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
+plain = dict(POW2=False, MARGIN=0, given=None, amax_out=None, BK=128)
+ptx = compile(cast._cast_kernel, h100, 4, GRAIN="tensor", E4M3=True, STOCHASTIC=False,
+              HARDWARE=True, BOTH=True, BM=64, **plain)
+# 64 x 128 values on 128 threads, two a conversion: each is encoded once for both orders.
+assert ptx.count("cvt.rn.satfinite.e4m3x2") == 32
+compile(cast._cast_kernel, a100, 8, GRAIN="group", E4M3=False, STOCHASTIC=True,
+        HARDWARE=False, BOTH=True, BM=128, **plain)
+compile(cast._cast_rows_kernel, h100, 4, E4M3=False, POW2=True, MARGIN=1, STOCHASTIC=False,
+        HARDWARE=True, BK=2048)
+compile(scale._amax_kernel, h100, 4, BLOCK=4096, STEPS=8)
+compile(int8._int8_kernel, h100, 4, GROUP=128, BM=32, BK=128)
+print("compiled")
+"""
+
+
+def test_kernels_compile_for_gpus_without_one(tmp_path):
+    pytest.importorskip("triton")
+    environment = dict(os.environ, TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.strip() == "compiled", done.stderr[-2000:]

@@ -22,6 +22,7 @@ from .codes import (
     encode,
     encode_stochastic,
     magnitude_bits,
+    ref_decode,
     ref_encode,
     ref_scale_from_amax,
     scale_of,
@@ -125,7 +126,7 @@ def ref_transpose_codes(codes: torch.Tensor) -> torch.Tensor:
 def ref_dequantize(
     codes: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    return (codes.float() * _spread(scale, granularity, *codes.shape)).to(dtype)
+    return (ref_decode(codes) * _spread(scale, granularity, *codes.shape)).to(dtype)
 
 
 # ---- Triton ----
@@ -170,7 +171,7 @@ def _cast_kernel(
     inside = in_m[:, None] & in_k[None, :]
     base = x + pid_m.to(tl.int64) * BM * stride_m + pid_k.to(tl.int64) * BK * stride_k
     v = tl.load(base + i[:, None] * stride_m + j[None, :] * stride_k, mask=inside, other=0.0)
-    v = _widen(v, HARDWARE)
+    v = _widen(v, HARDWARE and BOTH)
     bits = magnitude_bits(v)
     if amax_out is not None:
         tl.atomic_max(amax_out, tl.max(tl.max(bits, 1), 0), sem="relaxed")

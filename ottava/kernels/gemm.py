@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from .cast import Quantized, _dequantize, _spread
+from .codes import ref_decode
 from .op import operator
 
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group"))
@@ -50,7 +51,7 @@ def ref_gemm(
     out_dtype: torch.dtype,
     fast_accum: bool,
 ) -> torch.Tensor:
-    a_value, b_value = a.float(), b.float()
+    a_value, b_value = ref_decode(a), ref_decode(b)
     if a_grain == "group":
         a_value = a_value * _spread(a_scale, a_grain, *a.shape)
         b_value = b_value * _spread(b_scale, b_grain, *b.shape)
