@@ -11,7 +11,8 @@ normal range). scale is a power of two: dividing by it is exact.
 BF16 split (every other weight): M is the FP32 magnitude cut to 8 + R bits, exact for R = 16, and
 the code is the nearest BF16 (ties up). R = 8 keeps 16 significant bits.
 
-Given up: 2 or 3 bytes hold no more than 12 or 20 bits, so updates are rounded stochastically.
+Given up: 2 or 3 bytes hold no more than 12 or 20 bits, so updates are rounded stochastically
+(unbiased, but for the one cell at a power of two, where the cells change size).
 """
 
 from __future__ import annotations
@@ -299,10 +300,13 @@ _SPLIT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
 
 
 def _fields(p: SplitParameter) -> tuple:
-    return p.detach(), p.residual, p.scale, p.amax, p.cast, p.requires_grad
+    # As bytes: plain pickle does not know float8.
+    codes = p.detach().view(torch.int16 if p.scale is None else torch.uint8)
+    return codes, p.residual, p.scale, p.amax, p.cast, p.requires_grad
 
 
 def _rebuild(codes, residual, scale, amax, cast, requires_grad) -> SplitParameter:
+    codes = codes.view(torch.bfloat16 if scale is None else torch.float8_e4m3fn)
     p = nn.Parameter(codes, requires_grad=requires_grad)
     return adopt_split(p, Split(codes, residual, scale), amax, cast)
 
