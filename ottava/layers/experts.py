@@ -335,9 +335,10 @@ class Experts(nn.Module):
         stream = getattr(self.gate_up_proj, "_ottava_stream", 0)
         how = How(recipe, compute_dtype(x_Th), stream)
         groups = Groups.of(topk_index, self.gate_up_proj.shape[0])
-        return ExpertsFunction.apply(
-            x_Th, topk_weight, self.gate_up_proj, self.down_proj, groups, how, self.recompute
-        )
+        with torch.autocast(x_Th.device.type, enabled=False):  # `how` has its dtype already
+            return ExpertsFunction.apply(
+                x_Th, topk_weight, self.gate_up_proj, self.down_proj, groups, how, self.recompute
+            )
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)

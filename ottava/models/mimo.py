@@ -22,8 +22,7 @@ from transformers import (
     GenerationMixin,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from .attention_core import AttentionCore, rotary_tables
 from .blocks import MLP, DecoderLayer, RMSNorm, SelfAttention
@@ -44,19 +43,10 @@ CACHE_NAME = "cache" if _RENAMED else "past_key_values"
 
 
 @dataclass
-class MiMoOutput(ModelOutput):
-    """Output of the decoder (`last_hidden_state`) or of the language model (`loss`, `logits`).
+class MiMoOutput(CausalLMOutputWithPast):
+    """`loss` is the whole loss; `mtp_loss` (the blocks' mean, not yet weighted) and `aux_loss` (the
+    sequence balance loss, weighted) are parts of it."""
 
-    `loss` is the whole loss; `mtp_loss` (the blocks' mean, not yet weighted) and `aux_loss` (the
-    sequence balance loss, weighted) are parts of it.
-    """
-
-    loss: Tensor | None = None
-    logits: Tensor | None = None
-    last_hidden_state: Tensor | None = None
-    past_key_values: DynamicCache | None = None
-    cache: DynamicCache | None = None
-    hidden_states: tuple[Tensor, ...] | None = None
     mtp_loss: Tensor | None = None
     aux_loss: Tensor | None = None
 
@@ -131,7 +121,7 @@ class MiMoModel(MiMoPreTrainedModel):
         cache: DynamicCache | None = None,
         output_hidden_states: bool | None = None,
         **_ignored,
-    ) -> MiMoOutput:
+    ) -> BaseModelOutputWithPast:
         """Token ids [B, T] -> last_hidden_state [B, T, h], after the final norm.
 
         `documents` [B, T] int: a token sees only its own document. `attention_mask` [B, past + T]:
@@ -155,7 +145,7 @@ class MiMoModel(MiMoPreTrainedModel):
             if output_hidden_states:
                 states.append(x)
         x = self.norm(x)
-        return MiMoOutput(
+        return BaseModelOutputWithPast(
             last_hidden_state=x,
             hidden_states=(*states[:-1], x) if output_hidden_states else None,
             **{CACHE_NAME: cache if use_cache else None},
@@ -248,12 +238,15 @@ class MiMoV2ForCausalLM(MiMoPreTrainedModel, GenerationMixin):
         The loss is the mean next-token cross-entropy (the sum over `num_items_in_batch` if given),
         plus the MTP blocks' mean times `mtp_loss_weight`, plus the sequence loss. -100 is ignored.
         """
-        outputs = self.model(
+        decoded = self.model(
             input_ids, attention_mask, position_ids, past_key_values, inputs_embeds, use_cache,
             documents, **kwargs,
         )  # fmt: skip
-        state = outputs.last_hidden_state
+        state = decoded.last_hidden_state
         keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        outputs = MiMoOutput(
+            hidden_states=decoded.hidden_states, **{CACHE_NAME: decoded.get(CACHE_NAME)}
+        )
         if labels is None:
             outputs.logits = self.lm_head(state[:, keep])
         else:
