@@ -289,6 +289,23 @@ def test_fake_tensors_follow_the_whole_step():
                 assert experts.down_proj.grad.shape == (6, 64, 48)
 
 
+@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_device_agrees_with_the_cpu(name, dtype, device):
+    """On a GPU: grouped launches against the reference; without one, the layer against itself."""
+    _plain, ours = make(name)
+    x, index, weight = routed(top_k=3)
+    grad = torch.randn(x.shape).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype is torch.bfloat16):
+        want = run(ours, x, index, weight, grad)
+    there = copy.deepcopy(ours).to(device)
+    with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
+        got = run(there, *(t.to(device) for t in (x, index, weight, grad)))
+    # Codes may flip where FP32 sums differ in their last bits.
+    assert all(error_db(a, b.cpu()) > 38 for a, b in zip(want, got, strict=True))
+    assert all(g[5].eq(0).all() for g in got[3:])
+
+
 # --- kernels ---------------------------------------------------------------------------------
 
 
