@@ -14,12 +14,18 @@ from torch import nn
 from .config import Run
 from .convert import convert
 from .convert import plan as make_plan
-from .models.load import load_model
+from .models.load import load_config, load_model
 from .numerics.policy import Plan
 from .optim.adamw import AdamW
 from .optim.fused_backward import FusedBackward, fuse_backward
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def vocab_size(run: Run) -> int:
+    """How many token ids the run's model knows. Raises ValueError as `load_config` does."""
+    m = run.model
+    return load_config(m.name or m.path, m.overrides).vocab_size
 
 
 def build_model(run: Run, device: str | torch.device) -> nn.Module:

@@ -140,7 +140,10 @@ def test_fp16_gradients_are_unscaled_before_they_are_measured_and_clipped(tmp_pa
     t = Trainer(tiny_run(tmp_path, "amp-fp16", **sections))
     result = t.step_once()
     assert t.scaler.get_scale() == 65536 and result.stepped
-    assert result.grad_norm == pytest.approx(plain.grad_norm, rel=0.02)
+    assert result.grad_norm == pytest.approx(plain.grad_norm, rel=0.02) and plain.grad_norm > 0.5
+    moments = [s["m"].float().norm() for s in t.optimizer.state.values()]
+    # m is 0.1 x gradient after one step, and the gradient was clipped to 0.5
+    assert float(torch.stack(moments).norm()) == pytest.approx(0.05, rel=1e-3)
     bad = poison_gradient(t, "lm_head.weight")
     assert not t.step_once().stepped and t.scaler.get_scale() == 32768
     bad.remove()
@@ -325,7 +328,9 @@ def test_damaged_newest_checkpoint_gives_way_to_the_older_one(tmp_path):
 def test_a_named_checkpoint_is_taken_and_later_ones_set_aside(tmp_path):
     run = tiny_run(tmp_path, steps=3, train={"checkpoint_every": 1, "keep_last": 5})
     done = Trainer(run).run(quiet=True)
-    again = replace(run, train=replace(run.train, resume=str(done.checkpoint.parent / "step-00000001")))
+    again = replace(
+        run, train=replace(run.train, resume=str(done.checkpoint.parent / "step-00000001"))
+    )
     t = Trainer(again)
     assert t.step == 1
     assert t.run(quiet=True).step == 3
@@ -422,7 +427,9 @@ def test_out_of_memory_says_what_was_needed_and_what_would_fit(tmp_path, monkeyp
     t.step_once = no_memory
     needed = out_of_memory.estimate_memory(run, device="cpu").peak_gib
     monkeypatch.setattr(out_of_memory, "available_gib", lambda _: 0.6 * needed)
-    with pytest.raises(out_of_memory.OutOfMemory, match="out of memory in step 1: a step needs") as e:
+    with pytest.raises(
+        out_of_memory.OutOfMemory, match="out of memory in step 1: a step needs"
+    ) as e:
         t.run(quiet=True)
     assert "activations" in str(e.value) and "would fit: train.preset=" in str(e.value)
     assert "\n" not in str(e.value)
@@ -450,3 +457,36 @@ def test_a_run_writes_what_is_documented(tmp_path):
     json.loads((result.checkpoint / "manifest.json").read_text())
     again = Trainer(run)
     assert again.step == 4 and again.run(quiet=True).step == 4  # nothing left to do
+
+
+@pytest.mark.parametrize("preset", ["amp", "fp8-lean"])
+def test_a_hugging_face_folder_trains_and_resumes(tmp_path, preset):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
+        vocab_size=272, max_position_embeddings=64, tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
+    source = tmp_path / "docs"
+    source.mkdir()
+    for n in range(40):
+        (source / f"{n}.txt").write_text(f"document {n} says {n * n} " * 3)
+    run = tiny_run(
+        tmp_path,
+        preset,
+        model={"name": "", "path": str(tmp_path / "llama"), "overrides": {}},
+        data={"source": str(source), "sequence_length": 48},
+        optimizer={"lr": 3e-3},
+        train={"checkpoint_every": 2},
+    )
+    t = Trainer(run)
+    result = t.run(quiet=True)
+    assert math.isfinite(result.eval_loss) and t.step == 6
+    (result.checkpoint / "state.json").unlink()
+    again = Trainer(run)
+    assert again.step == 4
+    again.run(quiet=True)
+    assert_same(weights(t), weights(again))
+    exported = json.loads((again.checkpoints / "step-00000006" / "config.json").read_text())
+    assert exported["architectures"] == ["LlamaForCausalLM"]

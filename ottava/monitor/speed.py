@@ -100,10 +100,17 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     total = float(sum(row.flops for row in plan.rows))
     for row in plan.rows:
         if row.kind == "attention":
-            core = model.get_submodule(row.name)
-            keys = _mean_keys(sequence_length, core.window)
-            total += 2.0 * core.num_heads * (core.qk_dim + core.v_dim) * keys
+            heads, dims, window = _attention_sizes(model.get_submodule(row.name))
+            total += 2.0 * heads * dims * _mean_keys(sequence_length, window)
     return 3.0 * total
+
+
+def _attention_sizes(module: nn.Module) -> tuple[int, int, int | None]:
+    """(heads, q/k dims + v dims of a head, window) of our attention or a Hugging Face one."""
+    config = getattr(module, "config", None)
+    if config is None:
+        return module.num_heads, module.qk_dim + module.v_dim, module.window
+    return config.num_attention_heads, 2 * module.head_dim, getattr(module, "sliding_window", None)
 
 
 def _mean_keys(length: int, window: int | None) -> float:

@@ -288,7 +288,8 @@ def _write_all(folder: Path, step: int, model: nn.Module, sections: Mapping[str,
         if name in files or name in skeleton:
             raise ValueError(f"section {name!r} is reserved")
         skeleton[name], tensors = flatten(value, name)
-        files[name] = [Entry.of(k, t) for k, t in tensors.items()]
+        # sorted: the order in which an optimizer met its parameters is no part of its state
+        files[name] = [Entry.of(k, t) for k, t in sorted(tensors.items())]
     sums: dict[str, dict[str, int]] = {}
     for name, entries in files.items():
         if entries:

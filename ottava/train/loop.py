@@ -148,6 +148,8 @@ class _Loop:
         if result.step % self.config.log.every == 0 or not result.stepped:
             self.metrics.write("step", result.step, **line)
         self.console.step(result.step, line, self.speed.name)
+        if result.step == trainer.origin.step + 2:  # the first step with every state in place
+            self.console.say(_held(trainer))
         self._announce_switch()
         last = result.step == train.steps
         due = last or (train.eval_every and result.step % train.eval_every == 0)
@@ -214,6 +216,31 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
+def _held(trainer: Trainer) -> str:
+    """What is held between steps, and the peak: measured, in GiB."""
+    params = list(trainer.model.parameters())
+    residuals = [r for p in params if isinstance(r := getattr(p, "residual", None), torch.Tensor)]
+    moments = [
+        t
+        for state in trainer.optimizer.state.values()
+        for t in state.values()
+        if isinstance(t, torch.Tensor)
+    ]
+    sizes = {"weights": params, "residuals": residuals, "optimizer": moments}
+    if trainer.ema is not None:
+        sizes["running average"] = list(trainer.ema.shadow.values())
+    held = ", ".join(
+        f"{name} {sum(t.numel() * t.element_size() for t in tensors) / 2**30:.3f}"
+        for name, tensors in sizes.items()
+        if tensors
+    )
+    kind = "allocator" if trainer.device.type == "cuda" else "process"
+    return (
+        f"memory, GiB: {held}; peak so far {peak_gib(trainer.device):.2f} ({kind}); less: "
+        "train.recompute=mlp or layer, a smaller train.micro_batch, train.preset=fp8-lean"
+    )
+
+
 def _facts(trainer: Trainer, speed: Speed) -> dict[str, Any]:
     config, plan = trainer.config, trainer.plan
     device = str(trainer.device)
@@ -249,12 +276,8 @@ def _opening(trainer: Trainer, speed: Speed) -> list[str]:
         lines += [f"  {n} x {name}" for name, n in recipes.items()]
         reasons = Counter(r.reason for r in plan.rows if r.recipe is None and r.params)
         lines += [f"  {n} x high precision: {reason}" for reason, n in reasons.items() if reason]
-    held = sum(p.numel() * p.element_size() for p in trainer.model.parameters()) / 2**30
     params = sum(p.numel() for p in trainer.model.parameters())
-    lines.append(
-        f"model: {params / 1e6:,.1f} M parameters, {held:.2f} GiB of weights on {trainer.device}; "
-        f"`ottava plan` has the memory by category"
-    )
+    lines.append(f"model: {params / 1e6:,.1f} M parameters on {trainer.device}")
     emulated = trainer.settings.compute == "fp8" and not has_fp8_unit(trainer.device)
     lines.append(f"speed: percent is of {speed}" + (" (FP8 is emulated here)" if emulated else ""))
     if trainer.step:

@@ -72,6 +72,7 @@ class Trainer:
         self.settings = run.settings
         self.device = _device(device or run.device)
         _seed(run.seed)
+        self.data = load_data(run, vocab_size=prepare.vocab_size(run))
         self.model = prepare.build_model(run, self.device)
         self.plan = prepare.convert_for(run, self.model, self.device)
         wrap_recompute(self.model, run.train.recompute, self.plan, self.eight_bit)
@@ -84,7 +85,6 @@ class Trainer:
             self.optimizer, o.schedule, total=run.train.steps, warmup=o.warmup_steps,
             min_ratio=o.min_lr_ratio,
         )  # fmt: skip
-        self.data = load_data(run, vocab_size=self.model.config.vocab_size)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         loaded = bool(run.model.path) and not run.model.random_init
         self.router_rate = 0.0 if loaded else ROUTER_BIAS_RATE
