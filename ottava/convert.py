@@ -20,8 +20,9 @@ from .layers.head import ChunkedCausalLM, chunked_class, why_whole
 from .layers.linear import Linear
 from .layers.mlp import GatedMLP
 from .layers.norm import LayerNorm, RMSNorm
-from .numerics.policy import Plan, Policy, Row, get_policy, original_class, resolve
+from .numerics.policy import Plan, Policy, Row, get_policy
 from .numerics.recipe import Recipe, get_recipe
+from .numerics.resolve import original_class, resolve
 
 _CLASSES = {
     "linear": Linear,
