@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -67,24 +68,32 @@ def on_fakes(model: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None =
 
 
 @contextlib.contextmanager
-def target(kind: str) -> Iterator[None]:
+def target(kind: str, documents: bool = False) -> Iterator[None]:
     """Let Python code see what it would on `kind` ("cpu" or "cuda"), in backward too.
 
-    A mode for functions would be off inside `Tensor.backward`, where layers are recomputed, so
-    the names themselves are replaced for the time being.
+    `documents`: whether sequences hold several. A mode for functions would be off inside
+    `Tensor.backward`, where layers are recomputed, so names are replaced for the time being.
     """
-    plain = torch.bincount, F.scaled_dot_product_attention, torch.cuda.Event
-    torch.bincount = _balanced_counts
+    changes: list[tuple[Any, str, Any]] = [(torch, "bincount", _balanced_counts)]
     if kind == "cuda":
-        FakeTensor.is_cuda = property(lambda _: True)  # type: ignore[assignment]
-        F.scaled_dot_product_attention = _attend
-        torch.cuda.Event = _Event  # type: ignore[misc]
+        changes.append((FakeTensor, "is_cuda", property(lambda _: True)))
+        changes.append((F, "scaled_dot_product_attention", _attend))
+        changes.append((torch.cuda, "Event", _Event))
+    masks = sys.modules.get("transformers.masking_utils")
+    if masks is not None and not documents:
+        # It would ask position ids for document boundaries, which fake ones do not show.
+        changes.append((masks, "find_packed_sequence_indices", lambda *_, **__: None))
+    plain = [(owner, name, owner.__dict__.get(name)) for owner, name, _ in changes]
+    for owner, name, value in changes:
+        setattr(owner, name, value)
     try:
         yield
     finally:
-        torch.bincount, F.scaled_dot_product_attention, torch.cuda.Event = plain
-        if "is_cuda" in FakeTensor.__dict__:
-            del FakeTensor.is_cuda
+        for owner, name, value in plain:
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 class _Event:
@@ -200,7 +209,7 @@ class Rehearsal:
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
-        with self.mode, target(self.device):
+        with self.mode, target(self.device, self.run.data.document_mask):
             yield
 
     def measure(self) -> tuple[Peak, int]:
@@ -251,8 +260,10 @@ class Rehearsal:
     def _inputs(self) -> dict[str, Any]:
         shape = (self.run.train.micro_batch, self.run.data.sequence_length)
         inputs = {k: torch.empty(shape, dtype=torch.int64) for k in ("input_ids", "labels")}
-        if self.run.data.document_mask and isinstance(self.model, MiMoPreTrainedModel):
-            inputs["documents"] = torch.empty(shape, dtype=torch.int32)
+        if self.run.data.document_mask:
+            ours = isinstance(self.model, MiMoPreTrainedModel)
+            name, dtype = ("documents", torch.int32) if ours else ("position_ids", torch.int64)
+            inputs[name] = torch.empty(shape, dtype=dtype)
         return {**inputs, "use_cache": False}
 
     def _precision(self) -> torch.autocast:
