@@ -68,7 +68,7 @@ def ref_encode_v(v: torch.Tensor, random: torch.Tensor) -> tuple[torch.Tensor, t
     curve = ((hi - lo) * (math.log(2.0) / 2.0 / 254.0 / UNIT)).unsqueeze(1)
     z = z - curve * (f - f * f)
     code = z.view(torch.int32) + (random.to(torch.int32) | 0x400)
-    code = torch.where(v > 0, (code >> POSITION_BITS) & 0xFF, 0)
+    code = torch.where(v != 0, (code >> POSITION_BITS) & 0xFF, 0)
     broken = ~(top < torch.inf)
     lo, hi = torch.where(broken, BROKEN, lo), torch.where(broken, 0.0, hi)
     return code.to(torch.uint8), torch.stack([lo, hi], 1).to(torch.int16)

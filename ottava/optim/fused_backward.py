@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..kernels.gradient import measure_gradient
 from .adamw import AdamW
-from .clip import clip_factor, tensor_norm
+from .clip import clip_factor
 
 CLIPS = (None, "previous", "tensor")
 
@@ -71,8 +72,8 @@ class FusedBackward:
     """The hooks of one optimizer. `found_inf`: fp32 (1,) or None, the running step's guard.
 
     Of the last finished step, where gradients are measured: `norms`, parameter -> 0-dim norm in the
-    order of backward, `norm` of all (FP64 with clip; else FP32, inf where squares overflow), and
-    `found`, its `found_inf` at the end.
+    order of backward, `norm` of all (FP32, inf above 1.8e19, where squares overflow), and `found`,
+    its `found_inf` at the end.
     """
 
     def __init__(self, opt: AdamW, clip: str | None, max_norm: float, measure: bool) -> None:
@@ -83,7 +84,9 @@ class FusedBackward:
         self.norms: dict[torch.Tensor, torch.Tensor] = {}
         self._factor: torch.Tensor | None = None
         self._norms: dict[torch.Tensor, torch.Tensor] = {}
-        self._one = torch.ones(1, device=opt.param_groups[0]["params"][0].device)
+        device = opt.param_groups[0]["params"][0].device
+        self._zero = torch.zeros(1, device=device)
+        self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._done: set[torch.Tensor] = set()
         self._groups = {p: g for g in opt.param_groups for p in g["params"] if p.requires_grad}
         self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._groups]
@@ -121,7 +124,7 @@ class FusedBackward:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "previous_norm" in state:
             device = next(iter(self._groups)).device
-            self.norm = state["previous_norm"].to(device, torch.float64)
+            self.norm = state["previous_norm"].to(device)
             self._factor = clip_factor(self.norm, self.max_norm).float().reshape(1)
 
     @torch.no_grad()
@@ -135,16 +138,8 @@ class FusedBackward:
         factor = None
         if self.measure:
             if self.found_inf is None:
-                self.found_inf = torch.zeros_like(self._one)
-            # One launch that sets found_inf (and multiplies by 1): backward has many parameters,
-            # and its launches are what it waits for. For the same reason no FP64 without clipping.
-            torch._amp_foreach_non_finite_check_and_unscale_([p.grad], self.found_inf, self._one)
-            exact = self.clip is not None
-            norm = (
-                tensor_norm(p.grad)
-                if exact
-                else torch.linalg.vector_norm(p.grad, dtype=torch.float32)
-            )
+                self.found_inf = torch.zeros_like(self._zero)
+            norm = measure_gradient(p.grad, self.found_inf, self._counter)
             self._norms[p] = norm
             factor = self._factor
             if self.clip == "tensor":
