@@ -40,8 +40,11 @@ def fast_norm(params: Iterable[torch.Tensor]) -> torch.Tensor:
     grads = _grads(params)
     if not grads:
         return torch.zeros(())
-    norms = torch._foreach_norm([g.detach() for g in grads], 2, torch.float32)
-    return torch.linalg.vector_norm(torch.stack(norms))
+    by_kind: dict[tuple, list[torch.Tensor]] = {}
+    for g in grads:
+        by_kind.setdefault((g.device, g.dtype), []).append(g.detach())
+    norms = [n for kind in by_kind.values() for n in torch._foreach_norm(kind, 2, torch.float32)]
+    return torch.linalg.vector_norm(torch.stack([n.to(grads[0].device) for n in norms]))
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
