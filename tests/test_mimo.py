@@ -1,6 +1,7 @@
 """The MiMo models: against a second implementation, against transformers, and fact by fact."""
 
 import copy
+import json
 
 import mimo_reference as reference
 import pytest
@@ -251,3 +252,52 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
 def test_a_key_that_would_be_ignored_is_an_error(key, value):
     with pytest.raises(ValueError, match="mimo_v2 config"):
         MiMoV2Config(**{**TOY, key: value})
+
+
+def test_a_folder_is_loaded_whole_or_not_at_all(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    load_model("demo", overrides={"num_hidden_layers": 2}).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    gate = tensors.pop("model.layers.1.mlp.gate.weight")
+    save_file({**tensors, "model.layers.1.mlp.gates.weight": gate}, file, {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"1 missing tensors, first 'model.layers.1.mlp.gate.weight'"
+    ):
+        load_model(str(tmp_path))
+    save_file(
+        {**tensors, "model.layers.1.mlp.gate.weight": gate, "extra": gate.clone()},
+        file,
+        {"format": "pt"},
+    )
+    with pytest.raises(ValueError, match="1 unexpected tensors, first 'extra'"):
+        load_model(str(tmp_path))
+
+    config = tmp_path / "config.json"
+    keys = json.loads(config.read_text()) | {"quantization_config": {"quant_method": "fp8"}}
+    config.write_text(json.dumps(keys))
+    with pytest.raises(ValueError, match=r"load_fp8"):
+        load_model(str(tmp_path))
+    model = load_model(str(tmp_path), random_init=True)
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_fused_experts_of_transformers_are_left_to_their_own_loader(tmp_path):
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    theirs = Qwen3MoeForCausalLM(Qwen3MoeConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+        intermediate_size=32, vocab_size=40, num_experts=4, num_experts_per_tok=2, head_dim=16,
+        moe_intermediate_size=16,
+    ))  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(str(tmp_path))
+    state = ours.state_dict()
+    assert all(torch.equal(v, state[n]) for n, v in theirs.state_dict().items())
+    again = [load_model(str(tmp_path), random_init=True, seed=s).state_dict() for s in (1, 1, 2)]
+    name = "lm_head.weight"
+    assert torch.equal(again[0][name], again[1][name])
+    assert not torch.equal(again[0][name], again[2][name])
+    with pytest.raises(ValueError, match="did you mean 'hidden_size'"):
+        load_model(str(tmp_path), overrides={"hiden_size": 3})

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from .config import MiMoConfig, MiMoV2Config, MiMoV2FlashConfig
 from .mimo import MODELS, Router, own_parameters
-from .presets import merge_overrides, preset_config
+from .presets import ALIASES, PRESETS, merge_overrides, preset_config
 
 CONFIGS = {c.model_type: c for c in (MiMoV2Config, MiMoV2FlashConfig, MiMoConfig)}
 
@@ -31,7 +31,7 @@ def load_config(name_or_path: str, overrides: dict[str, Any] | None = None) -> P
     """
     overrides = dict(overrides or {})
     folder = Path(name_or_path)
-    if not folder.is_dir():
+    if not _is_folder(name_or_path):
         return preset_config(name_or_path, overrides)
     path = folder / "config.json"
     if not path.is_file():
@@ -49,6 +49,11 @@ def load_config(name_or_path: str, overrides: dict[str, Any] | None = None) -> P
     return config
 
 
+def _is_folder(name_or_path: str) -> bool:
+    """Whether a name is a folder here; a preset's name is that preset."""
+    return name_or_path not in {*PRESETS, *ALIASES} and Path(name_or_path).is_dir()
+
+
 def load_model(
     name_or_path: str,
     *,
@@ -62,14 +67,22 @@ def load_model(
 
     `name_or_path`: a preset (always random weights) or a local Hugging Face folder (its weights, or
     random ones with `random_init`); no code of the folder is run. `device="meta"` allocates
-    nothing. Router weights stay FP32. Raises ValueError as `load_config` does.
+    nothing. Router weights stay FP32. Raises ValueError as `load_config` does, for a MiMo folder
+    whose weights are quantized, and for tensors that are missing or too many.
     """
     config = load_config(name_or_path, overrides)
     ours = config.model_type in CONFIGS
-    if Path(name_or_path).is_dir() and not random_init and torch.device(device).type != "meta":
+    quantized = getattr(config, "quantization_config", None)
+    if _is_folder(name_or_path) and not random_init and torch.device(device).type != "meta":
+        if ours and quantized:
+            raise ValueError(
+                f"model: {name_or_path} holds quantized weights ({quantized.get('quant_method')}); "
+                "load them with ottava.load_fp8, or ask for random_init"
+            )
         cls = MODELS[config.model_type] if ours else AutoModelForCausalLM
-        model = cls.from_pretrained(name_or_path, config=config, dtype=dtype)
-        return model.to(device).train()
+        return _read(cls, name_or_path, config, dtype).to(device).train()
+    if ours and quantized:
+        del config.quantization_config  # random weights are not
     config.dtype = dtype
     with torch.device("meta"):
         model = MODELS[config.model_type](config) if ours else _foreign(config)
@@ -81,6 +94,25 @@ def load_model(
             torch.manual_seed(seed)
             model = _foreign(config).to(dtype).to(device)
     return model.train()
+
+
+def _read(cls, folder: str, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
+    """The model of a folder's weights, all of them and no others."""
+    model, info = cls.from_pretrained(
+        folder, config=config, dtype=dtype, output_loading_info=True, trust_remote_code=False
+    )
+    for what in ("missing_keys", "unexpected_keys"):
+        # MTP tensors of a released checkpoint are left where the model has no MTP blocks.
+        names = sorted(n for n in info[what] if what == "missing_keys" or ".mtp" not in n)
+        if names:
+            state = model.state_dict() if what == "unexpected_keys" else info["unexpected_keys"]
+            near = difflib.get_close_matches(names[0], list(state), 1)
+            hint = f"; the nearest is {near[0]!r}" if near else ""
+            raise ValueError(
+                f"model: {folder}: {len(names)} {what.replace('_keys', '')} tensors, first "
+                f"{names[0]!r}{hint}"
+            )
+    return model
 
 
 def _foreign(config: PretrainedConfig) -> nn.Module:
