@@ -29,7 +29,7 @@ from .sequences import (
     Stream,
     checksum,
     stream_of,
-)  # fmt: skip
+)
 from .sources import DataError, read_documents, source_files
 
 __all__ = ["DataError", "Loader", "TokenData", "Tokenizer", "load_data"]
