@@ -105,6 +105,7 @@ class AttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, cos, sin, sinks, documents, how: How):
         ctx.how, ctx.heads = how, (q.shape[2], k.shape[2])
+        ctx.set_materialize_grads(False)  # the codes get no gradient: no zeros in their place
         ctx.dtypes = (q.dtype, k.dtype, v.dtype)
         q, k, v = (x.to(how.dtype) for x in (q, k, v))
         q, *kept_q = how.turn(q, cos, sin)
@@ -129,6 +130,8 @@ class AttentionFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_out, *_):
+        if grad_out is None:
+            return (None,) * 8
         how, batch, (heads, groups) = ctx.how, ctx.shape[0], ctx.heads
         *qkv, out, out_scale, lse, cos, sin, sinks, documents = ctx.saved_tensors
         q = how.restore(*qkv[:2], batch, heads)

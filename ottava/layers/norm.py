@@ -32,6 +32,7 @@ class NormFunction(torch.autograd.Function):
         else:
             y, _, rstd, amax = norm_kernels.layer_norm(x_MH, w, b, eps, None)
         ctx.is_rms, ctx.how = is_rms, how
+        ctx.set_materialize_grads(False)  # the codes get no gradient: no zeros in their place
         ctx.grad_dtypes = [None if p is None else grad_dtype_of(p) for p in (weight_H, bias_H)]
         if how is None:
             ctx.save_for_backward(y, None, rstd, weight_H, bias_H)
@@ -44,6 +45,8 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_y, *_):
+        if grad_y is None:
+            return (None,) * 6
         saved, scale, rstd, weight_H, bias_H = ctx.saved_tensors
         if scale is not None:
             kept = ctx.how.kept(saved, scale)
