@@ -103,7 +103,9 @@ def test_bf16_split_is_exact_with_16_bits_and_16_significant_with_8():
     w = all_mantissas(3)
     s = pack_split(w, None, 8)
     back = unpack_split(s.codes, s.residual, None)
-    assert ((back - w).abs() / w).max() <= 2.0**-16  # 16 significant bits: half a step at the bottom
+    assert (
+        (back - w).abs() / w
+    ).max() <= 2.0**-16  # 16 significant bits: half a step at the bottom
     assert (s.codes.float() - back).abs().max() <= (back - back.bfloat16().float()).abs().max()
 
 

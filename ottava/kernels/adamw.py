@@ -5,7 +5,7 @@
 
 in FP32 from whatever is stored, and stored again as it was. Master `param`: FP32; BF16 (stochastic
 rounding); codes + residual + scale, or BF16 + residual (see split.py). Moments: FP32; BF16
-(stochastic rounding); 8-bit (moments.py, groups of 128 that do not cross a leading index of an
+(stochastic rounding); 8-bit (moments.py: groups of 128 that do not cross a leading index of an
 expert weight). With inexact moments |u| is held below the bound that exact moments obey anyway
 (Cauchy-Schwarz): rounding m up where v is tiny cannot throw a weight away.
 
@@ -21,7 +21,7 @@ import math
 
 import torch
 
-from .cast import magnitude_bits, ref_scale_from_amax, scale_of
+from .codes import magnitude_bits, ref_scale_from_amax, scale_of
 from .moments import (
     GROUP,
     decode_m,
@@ -30,6 +30,7 @@ from .moments import (
     encode_v,
     fast_inverse,
     fast_sqrt,
+    leads_of,
     ref_decode_m,
     ref_decode_v,
     ref_encode_m,
@@ -48,7 +49,6 @@ from .split import (
     ref_unpack_split,
 )
 
-STATES = ("fp32", "bf16", "8bit")
 _W_KEY = 0x55555555  # BF16 moments use up the first 32 bits; w then draws under another key
 _MAX_BOUND = 64.0
 LEAST_EPS = 1e-30  # so that a parameter that never had a gradient gives 0 / eps, not NaN
@@ -61,35 +61,6 @@ def update_bound(beta1: float, beta2: float) -> float:
         return _MAX_BOUND
     limit = (1.0 - beta1) / math.sqrt((1.0 - beta2) * (1.0 - ratio))
     return min(max(1.0, limit) * 1.001, _MAX_BOUND)
-
-
-def init_moments(weight: torch.Tensor, states: str) -> dict[str, torch.Tensor]:
-    """Zero moments for `weight` (a master: its shape counts, 3-D means one lead per index).
-
-    "fp32", "bf16": m, v of that dtype and the shape of the weight. "8bit": m float8_e4m3fn and v
-    uint8 of that shape, m_scale BF16 [G], v_range int16 [G, 2]; G = leads * ceil(lead size / 128).
-    """
-    if states != "8bit":
-        dtype = torch.float32 if states == "fp32" else torch.bfloat16
-        return {k: torch.zeros_like(weight, dtype=dtype) for k in ("m", "v")}
-    leads, size = _leads(weight)
-    groups = leads * -(-size // GROUP)
-
-    def zeros(shape, dtype):
-        return torch.zeros(shape, dtype=dtype, device=weight.device)
-
-    return {
-        "m": zeros(weight.shape, torch.float8_e4m3fn),
-        "v": zeros(weight.shape, torch.uint8),
-        "m_scale": zeros(groups, torch.bfloat16),
-        "v_range": zeros((groups, 2), torch.int16),
-    }
-
-
-def _leads(weight: torch.Tensor) -> tuple[int, int]:
-    """(leads, elements each): experts for a 3-D weight, else the whole as one."""
-    leads = weight.shape[0] if weight.dim() == 3 and weight.numel() else 1
-    return leads, weight.numel() // leads
 
 
 # ---- reference: the specification, and the CPU path ----
@@ -169,7 +140,7 @@ def ref_adamw_step(
             return
         step = step - int(skipped)
     lr = float(lr_tensor) if lr_tensor is not None else lr
-    leads, _ = _leads(param)
+    leads, _ = leads_of(param)
     if grad.numel() == 0:
         return
     exact = m.dtype == torch.float32
@@ -394,7 +365,7 @@ def triton_adamw_step(
     n_all = param.numel()
     if n_all == 0:
         return
-    leads, n = _leads(param)
+    leads, n = leads_of(param)
     if n >= 2**31:
         raise ValueError(f"AdamW: a parameter of {n} elements is too large for one update (2**31)")
     groups = -(-n // GROUP)

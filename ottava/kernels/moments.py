@@ -20,6 +20,7 @@ import torch
 
 from .op import tl, triton
 
+STATES = ("fp32", "bf16", "8bit")
 GROUP = 128
 M_MAX = 448.0
 BROKEN = -32768  # lo of a group with a non-finite v
@@ -28,6 +29,35 @@ LOWEST = -126.0 * UNIT  # hardware exp2 flushes subnormals
 LEAST_SCALE = 2.0**-100
 # A position among the 255 codes as FP32 8192 + position: 8 bits of code, 10 of fraction.
 POSITION_BITS = 10
+
+
+def leads_of(weight: torch.Tensor) -> tuple[int, int]:
+    """(leads, elements each): experts for a 3-D weight, else the whole as one."""
+    leads = weight.shape[0] if weight.dim() == 3 and weight.numel() else 1
+    return leads, weight.numel() // leads
+
+
+def init_moments(weight: torch.Tensor, states: str) -> dict[str, torch.Tensor]:
+    """Zero moments for `weight` (a master: its shape counts, 3-D means one lead per index).
+
+    "fp32", "bf16": m, v of that dtype and the shape of the weight. "8bit": m float8_e4m3fn and v
+    uint8 of that shape, m_scale BF16 [G], v_range int16 [G, 2]; G = leads * ceil(lead size / 128).
+    """
+    if states != "8bit":
+        dtype = torch.float32 if states == "fp32" else torch.bfloat16
+        return {k: torch.zeros_like(weight, dtype=dtype) for k in ("m", "v")}
+    leads, size = leads_of(weight)
+    groups = leads * -(-size // GROUP)
+
+    def zeros(shape, dtype):
+        return torch.zeros(shape, dtype=dtype, device=weight.device)
+
+    return {
+        "m": zeros(weight.shape, torch.float8_e4m3fn),
+        "v": zeros(weight.shape, torch.uint8),
+        "m_scale": zeros(groups, torch.bfloat16),
+        "v_range": zeros((groups, 2), torch.int16),
+    }
 
 
 # ---- reference ----

@@ -23,9 +23,9 @@ import torch
 from torch import nn
 
 from ..numerics.recipe import Cast
-from .cast import amax as amax_of
-from .cast import scale_from_amax
 from .op import operator, tl, triton
+from .scale import amax as amax_of
+from .scale import scale_from_amax
 
 E4M3_BASE = 120  # FP32 exponent field of e4m3's subnormals: 2**-6 is exponent 121
 NAN_CODE = 0x7F

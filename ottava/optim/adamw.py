@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from ..kernels.adamw import STATES, adamw_step, init_moments
+from ..kernels.adamw import adamw_step
+from ..kernels.moments import STATES, init_moments
 from ..kernels.random import make_key
 from ..kernels.split import Split, SplitParameter, adopt_split, split_parameter
 from ..numerics.recipe import Cast
@@ -142,7 +143,7 @@ class AdamW(torch.optim.Optimizer):
     ) -> None:
         """Update one parameter from its gradient. grad_mul, found_inf: fp32 (1,) on its device."""
         if p.grad.is_sparse:
-            raise ValueError("AdamW: sparse gradients are not supported; use nn.Embedding(sparse=False)")
+            raise ValueError("AdamW: a gradient is sparse; use nn.Embedding(sparse=False)")
         state = self.state[p]
         if not state:
             _init_state(state, p, group)
@@ -210,10 +211,12 @@ class AdamW(torch.optim.Optimizer):
         ValueError when groups, shapes or the kind of master differ.
         """
         saved_groups = state_dict["param_groups"]
-        if [len(g["params"]) for g in saved_groups] != [len(g["params"]) for g in self.param_groups]:
-            raise ValueError("AdamW.load_state_dict: the parameter groups differ from the saved ones")
-        params = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        ids = chain.from_iterable(g["params"] for g in saved_groups)
+        there, here = (
+            [g["params"] for g in groups] for groups in (saved_groups, self.param_groups)
+        )
+        if [len(g) for g in there] != [len(g) for g in here]:
+            raise ValueError("AdamW.load_state_dict: the parameter groups differ from the saved")
+        params, ids = list(chain.from_iterable(here)), chain.from_iterable(there)
         state = {}
         for number, (p, saved_id) in enumerate(zip(params, ids, strict=True)):
             saved = dict(state_dict["state"].get(saved_id, {}))
@@ -322,14 +325,6 @@ def _restore_split(p: torch.Tensor, number: int, saved: dict[str, torch.Tensor])
     saved = {k: _copied(v, p.device) for k, v in saved.items()}
     split = Split(saved["codes"], saved["residual"], saved.get("scale"))
     cast = p._ottava_cast if coded else None
-    if isinstance(p, SplitParameter) and p.dtype == split.codes.dtype:
-        if p.residual.dtype == split.residual.dtype:  # the usual case: keep the tensors
-            p.data.copy_(split.codes)
-            p.residual.copy_(split.residual)
-            if coded:
-                p.scale.copy_(split.scale)
-                p.amax.copy_(saved["amax"])
-            return
     adopt_split(p, split, saved.get("amax"), cast)
 
 

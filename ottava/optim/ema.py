@@ -36,9 +36,7 @@ class EMA:
         self.decay, self.warmup, self.updates = decay, warmup, 0
         # named_parameters yields a tied parameter once.
         self._params = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        self.shadow = {
-            n: _master(p).to(torch.float32, copy=True) for n, p in self._params.items()
-        }
+        self.shadow = {n: _master(p).to(torch.float32, copy=True) for n, p in self._params.items()}
         self._applied = False
 
     @torch.no_grad()

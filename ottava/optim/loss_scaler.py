@@ -170,9 +170,8 @@ class GradScaler:
         return dict(zip(_STATE, values, strict=True))
 
     def load_state_dict(self, state: dict[str, float | int]) -> None:
-        self.scale_value = float(state["scale"])
-        self.growth_tracker, self.hysteresis_left = state["growth_tracker"], state["hysteresis_left"]
-        self.skipped = state["skipped"]
+        scale, self.growth_tracker, self.hysteresis_left, self.skipped = (state[k] for k in _STATE)
+        self.scale_value = float(scale)
 
 
 def _by_kind(optimizer: torch.optim.Optimizer) -> dict[tuple, list[torch.Tensor]]:
