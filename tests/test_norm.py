@@ -93,6 +93,7 @@ def test_forward_and_gradients(kernels, shape, dtype, center, device):
         size = expected[6] + grad_h.double()
         assert_close("grad_x", grads[0], expected[3], size, least_x)
         assert grads[0].dtype == dtype and grads[1].dtype == torch.float32
+        assert torch.equal(grads[3], grads[0].float().abs().max().view(1))
         if kept is y32:
             per_term = grad_y.double().norm(dim=0)
             assert_close("grad_weight", grads[1], expected[4], per_term, 110)
@@ -146,7 +147,7 @@ def test_weight_near_zero_gives_no_information(kernels, center, device):
     b = None if b is None else torch.zeros(40, device=device)
     y, _, rstd, _ = forward(x, w, b, 1e-6, None, center, None)
     grad = torch.randn(9, 40, device=device)
-    grad_x, grad_w, _ = backward(grad, y, None, w, b, rstd, None, center, None)
+    grad_x, grad_w, *_ = backward(grad, y, None, w, b, rstd, None, center, None)
     expected = oracle(x.cpu(), w.cpu(), None, 1e-6, None, center, grad.cpu())
     assert grad_x.isfinite().all() and (grad_w[[3, 5]] == 0).all()
     known = [i for i in range(40) if i not in (3, 5)]
@@ -190,11 +191,12 @@ def test_mixed_dtypes_and_out_dtype(kernels, device):
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_shows_in_amax(kernels, bad, device):
-    forward, _ = kernels
-    x = torch.randn(20, 16, device=device)
+    forward, backward = kernels
+    x, w = torch.randn(20, 16, device=device), torch.ones(16, device=device)
+    y, _, rstd, _ = forward(x, w, None, 1e-6, None, False, None)
     x[13, 5] = bad
-    amax = forward(x, torch.ones(16, device=device), None, 1e-6, None, False, None)[3]
-    assert not amax.isfinite().any()
+    assert not forward(x, w, None, 1e-6, None, False, None)[3].isfinite().any()
+    assert not backward(x, y, None, w, None, rstd, None, False, None)[3].isfinite().any()
 
 
 def test_empty_strided_and_repeatable(kernels, device):
@@ -231,5 +233,5 @@ def test_registered_operators(device):
     expected = torch.nn.functional.rms_norm(2 * x, (10,), w, 1e-6)
     torch.testing.assert_close(y, expected)
     torch.testing.assert_close(h, 2 * x)
-    assert len(norm.rms_norm_backward(x, y, None, w, rstd)) == 2
-    assert len(norm.layer_norm_backward(x, q.codes, q.scale, w, w, rstd, x)) == 3
+    assert len(norm.rms_norm_backward(x, y, None, w, rstd)) == 3
+    assert len(norm.layer_norm_backward(x, q.codes, q.scale, w, w, rstd, x)) == 4

@@ -23,6 +23,7 @@ import torch
 from ..numerics.formats import BLOCK
 from .cast import decode, magnitude_bits
 from .op import operator, tl, triton
+from .scale import ref_amax
 
 LEAST_WEIGHT = 2.0**-10  # of the largest |weight|; below it x_hat cannot be read from y
 
@@ -44,8 +45,7 @@ def ref_norm(x, weight, bias, eps, residual, center, out_dtype):
     if bias is not None:
         y = y + bias.float()
     y = y.to(out_dtype or x.dtype)
-    amax = y.abs().amax().float().view(1) if y.numel() else x.new_zeros(1, dtype=torch.float32)
-    return y, (x.new_empty(0) if residual is None else h), rstd, amax
+    return y, (x.new_empty(0) if residual is None else h), rstd, ref_amax(y)
 
 
 def ref_norm_backward(grad_y, codes, scale, weight, bias, rstd, grad_h, center, out_dtype):
@@ -70,11 +70,13 @@ def ref_norm_backward(grad_y, codes, scale, weight, bias, rstd, grad_h, center, 
     grad_x = grad_x * rstd[:, None]
     if grad_h is not None:
         grad_x = grad_x + grad_h.float()
+    grad_x = grad_x.to(_grad_dtype(grad_y, grad_h, out_dtype))
     empty = grad.new_empty(0)
     return (
-        grad_x.to(_grad_dtype(grad_y, grad_h, out_dtype)),
+        grad_x,
         empty if weight is None else (grad * x_hat).sum(0),
         empty.clone() if bias is None else grad.sum(0),
+        ref_amax(grad_x),
     )
 
 
@@ -128,7 +130,7 @@ def raise_amax(amax, seen, top):
 
 @triton.jit
 def _norm_backward_kernel(
-    grad_y, codes, scale, weight, bias, rstd, grad_h, grad_x, weight_parts, bias_parts, M, H,
+    grad_y, codes, scale, weight, bias, rstd, grad_h, grad_x, amax, weight_parts, bias_parts, M, H,
     scale_stride_m, scale_stride_k,
     KIND: tl.constexpr, NATIVE: tl.constexpr, PER_GROUP: tl.constexpr, CENTER: tl.constexpr,
     LEAST: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
@@ -136,6 +138,7 @@ def _norm_backward_kernel(
 ):  # fmt: skip
     """A program does every n-th block of ROWS rows and leaves its own sums for weight and bias."""
     k = tl.arange(0, WIDE)
+    top = tl.zeros([ROWS], tl.int32)
     if weight is not None:
         w = tl.load(weight + k, mask=k < H, other=0.0).to(tl.float32)
         known = tl.abs(w) > tl.max(tl.abs(w), 0) * LEAST
@@ -184,7 +187,11 @@ def _norm_backward_kernel(
         out *= r_std[:, None]
         if grad_h is not None:
             out += tl.load(grad_h + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_x + at, out.to(grad_x.dtype.element_ty), mask=inside)
+        out = out.to(grad_x.dtype.element_ty)
+        tl.store(grad_x + at, out, mask=inside)
+        # Past the edge there are zeros, or a NaN where the row has one.
+        top = tl.maximum(top, tl.max(magnitude_bits(out.to(tl.float32)), 1))
+    tl.atomic_max(amax, tl.max(top, 0), sem="relaxed")
     mine = tl.program_id(0).to(tl.int64) * H + k
     if weight is not None:
         tl.store(weight_parts + mine, tl.sum(grad_w, 0), mask=k < H)
@@ -244,6 +251,7 @@ def triton_norm_backward(grad_y, codes, scale, weight, bias, rstd, grad_h, cente
     processors, native = _device_facts(device)
     rows, wide, warps = _tile(H)
     programs = min(triton.cdiv(M, rows), processors * max(16 // warps, 1))
+    amax = torch.zeros(1, dtype=torch.float32, device=device)
     parts = [
         None if p is None else torch.empty(programs, H, dtype=torch.float32, device=device)
         for p in (weight, bias)
@@ -254,14 +262,14 @@ def triton_norm_backward(grad_y, codes, scale, weight, bias, rstd, grad_h, cente
     per_group = per_row and scale.shape[1] > 1
     _norm_backward_kernel[(programs,)](
         grad_y.contiguous(), codes, scale, weight, bias, rstd,
-        None if grad_h is None else grad_h.contiguous(), grad_x, *parts, M, H,
+        None if grad_h is None else grad_h.contiguous(), grad_x, amax.view(torch.int32), *parts, M, H,
         scale.stride(0) if per_row else 0, scale.stride(1) if per_row else 0,
         KIND=kind, NATIVE=native, PER_GROUP=per_group, CENTER=center,
         LEAST=LEAST_WEIGHT, GROUP=BLOCK, ROWS=rows, WIDE=wide,
-        STAGES=2 if per_group else 3, num_warps=warps,
+        STAGES=2 if per_group else 3, num_warps=warps, maxnreg=128 if warps <= 16 else None,
     )  # fmt: skip
     sums = [grad_y.new_empty(0, dtype=torch.float32) if p is None else p.sum(0) for p in parts]
-    return grad_x, *sums
+    return grad_x, *sums, amax
 
 
 # ---- operators ----
@@ -282,6 +290,7 @@ def _fake_norm_backward(grad_y, codes, scale, weight, bias, rstd, grad_h, center
         grad_y.new_empty(grad_y.shape, dtype=_grad_dtype(grad_y, grad_h, out_dtype)),
         grad_y.new_empty(0 if weight is None else cols, dtype=torch.float32),
         grad_y.new_empty(0 if bias is None else cols, dtype=torch.float32),
+        grad_y.new_empty(1, dtype=torch.float32),
     )
 
 
@@ -294,7 +303,8 @@ _norm = operator(
 )
 _norm_backward = operator(
     "norm_backward(Tensor grad_y, Tensor codes, Tensor? scale, Tensor? weight, Tensor? bias, "
-    "Tensor rstd, Tensor? grad_h, bool center, ScalarType? out_dtype) -> (Tensor, Tensor, Tensor)",
+    "Tensor rstd, Tensor? grad_h, bool center, ScalarType? out_dtype) "
+    "-> (Tensor, Tensor, Tensor, Tensor)",
     reference=ref_norm_backward,
     fake=_fake_norm_backward,
     cuda=triton_norm_backward,
@@ -316,17 +326,19 @@ def layer_norm(x, weight, bias, eps, residual=None, *, out_dtype=None):
 
 
 def rms_norm_backward(grad_y, codes, scale, weight, rstd, grad_h=None, *, out_dtype=None):
-    """(grad_x_MH, grad_weight_H FP32) from the codes of y and their scale (None: y itself).
+    """(grad_x_MH, grad_weight_H FP32, amax of grad_x (1,) FP32) from the codes of y and their scale
+    (None: y itself).
 
     grad_h_MH, the gradient that reached h past the norm, is added: grad_x is then the gradient of
     x and of the residual. grad_x is `out_dtype` (default: that of grad_h, else of grad_y).
     grad_weight is empty without a weight.
     """
-    return _norm_backward(
+    grad_x, grad_weight, _, amax = _norm_backward(
         grad_y, codes, scale, weight, None, rstd, grad_h, False, out_dtype
-    )[:2]  # fmt: skip
+    )
+    return grad_x, grad_weight, amax
 
 
 def layer_norm_backward(grad_y, codes, scale, weight, bias, rstd, grad_h=None, *, out_dtype=None):
-    """(grad_x_MH, grad_weight_H FP32, grad_bias_H FP32) as `rms_norm_backward`."""
+    """(grad_x_MH, grad_weight_H, grad_bias_H FP32, amax of grad_x) as `rms_norm_backward`."""
     return _norm_backward(grad_y, codes, scale, weight, bias, rstd, grad_h, True, out_dtype)

@@ -25,7 +25,7 @@ from ..kernels.random import make_key
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe, get_recipe
 from .autocast import HIGH, recipe_in_force
-from .saved import AmaxHistory, Kept, clock, codes_of, transposes
+from .saved import AmaxHistory, Kept, clock, codes_of, noted_amax, transposes
 
 
 def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:
@@ -178,7 +178,7 @@ class LinearFunction(torch.autograd.Function):
         kept, kept_scale, weight = ctx.saved_tensors
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         grad_MN = grad_MN.contiguous()
-        rows, cols = how.grad_codes(grad_MN, rows=wants_x, cols=wants_w)
+        rows, cols = how.grad_codes(grad_MN, rows=wants_x, cols=wants_w, amax=noted_amax(grad_MN))
         grad_x = grad_w = grad_b = None
         if wants_x:
             grad_x = how.grad_input(grad_MN, rows, weight).to(ctx.x_dtype)

@@ -19,7 +19,7 @@ from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe
 from .autocast import recipe_in_force
 from .linear import Linear, flat
-from .saved import Kept, codes_of
+from .saved import Kept, codes_of, noted_amax
 
 
 class GatedMLPFunction(torch.autograd.Function):
@@ -49,7 +49,8 @@ class GatedMLPFunction(torch.autograd.Function):
         if ctx.recompute:
             gate_up = _again(kept, w_gate, w_up, ctx.hows)
         grad_MH = grad_MH.contiguous()
-        rows, cols = how_down.grad_codes(grad_MH, rows=True, cols=wants_w[2])
+        amax = noted_amax(grad_MH)
+        rows, cols = how_down.grad_codes(grad_MH, rows=True, cols=wants_w[2], amax=amax)
         grad_h = how_down.grad_input(grad_MH, rows, w_down)
         grad_gate, grad_up, h, *amaxes = swiglu_kernels.swiglu_backward(grad_h, *gate_up)
         del grad_h, gate_up, rows

@@ -4,10 +4,15 @@ The codes that the next linears read are all the norm needs for its own backward
 input is y / weight (x_hat = (y - bias) / weight), and one rstd per row completes it. Where no
 8-bit linear reads the output, the output itself is kept instead (`recipe` None).
 
+A residual stream h goes into a norm and past it. `summed` runs the norm together with the sum that
+makes h, so that h is read once, and backward adds the two gradients of h in the norm's own kernel.
+
 Shapes: M tokens (all leading dims), H features.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -17,36 +22,41 @@ from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
 from .linear import How, flat, grad_dtype_of, plain_weight, weight_values
-from .saved import AmaxHistory, carry, cast_input
+from .saved import AmaxHistory, carry, cast_input, note_amax
+
+_SLOT = "_ottava_normed"
 
 
 class NormFunction(torch.autograd.Function):
-    """Forward returns (y, rows, rows_scale, kept, kept_scale); codes are None without `how`."""
+    """Forward returns (y, h, rows, rows_scale, kept, kept_scale), with h = x + residual, or x where
+    there is no residual and `passes`, else None. The codes are None without `how`."""
 
     @staticmethod
-    def forward(ctx, x_MH, weight_H, bias_H, eps, how, is_rms):
+    def forward(ctx, x_MH, residual_MH, weight_H, bias_H, eps, how, is_rms, passes):
         w = None if weight_H is None else weight_values(weight_H, torch.float32)
         b = None if bias_H is None else weight_values(bias_H, torch.float32)
         if is_rms:
-            y, _, rstd, amax = norm_kernels.rms_norm(x_MH, w, eps, None)
+            y, h, rstd, amax = norm_kernels.rms_norm(x_MH, w, eps, residual_MH)
         else:
-            y, _, rstd, amax = norm_kernels.layer_norm(x_MH, w, b, eps, None)
-        ctx.is_rms, ctx.how = is_rms, how
+            y, h, rstd, amax = norm_kernels.layer_norm(x_MH, w, b, eps, residual_MH)
+        if residual_MH is None:
+            h = x_MH if passes else None
+        ctx.is_rms, ctx.how, ctx.adds = is_rms, how, residual_MH is not None
         ctx.set_materialize_grads(False)  # the codes get no gradient: no zeros in their place
         ctx.grad_dtypes = [None if p is None else grad_dtype_of(p) for p in (weight_H, bias_H)]
         if how is None:
             ctx.save_for_backward(y, None, rstd, weight_H, bias_H)
-            return y, None, None, None, None
+            return y, h, None, None, None, None
         rows, kept = cast_input(y, how, amax)
         ctx.save_for_backward(kept.q.codes, kept.q.scale, rstd, weight_H, bias_H)
         codes = flat(rows, kept)
         ctx.mark_non_differentiable(*(c for c in codes if c is not None))
-        return y, *codes
+        return y, h, *codes
 
     @staticmethod
-    def backward(ctx, grad_y, *_):
+    def backward(ctx, grad_y, grad_h, *_):
         if grad_y is None:
-            return (None,) * 6
+            return grad_h, grad_h if ctx.adds else None, *[None] * 6
         saved, scale, rstd, weight_H, bias_H = ctx.saved_tensors
         if scale is not None:
             kept = ctx.how.kept(saved, scale)
@@ -54,42 +64,41 @@ class NormFunction(torch.autograd.Function):
                 saved, scale = kept.values(grad_y.dtype).contiguous(), None
         w = None if weight_H is None else weight_values(weight_H, torch.float32)
         b = None if bias_H is None else weight_values(bias_H, torch.float32)
-        grad_y = grad_y.contiguous()
+        grad_y, operands = grad_y.contiguous(), (saved, scale, w)
         if ctx.is_rms:
-            grad_x, *grads = norm_kernels.rms_norm_backward(grad_y, saved, scale, w, rstd, None)
+            grad_x, *grads, amax = norm_kernels.rms_norm_backward(grad_y, *operands, rstd, grad_h)
         else:
-            grad_x, *grads = norm_kernels.layer_norm_backward(
-                grad_y, saved, scale, w, b, rstd, None
+            grad_x, *grads, amax = norm_kernels.layer_norm_backward(
+                grad_y, *operands, b, rstd, grad_h
             )
+        note_amax(grad_x, amax)
         grads = [
             None if dtype is None else g.to(dtype)
             for g, dtype in zip([*grads, None], ctx.grad_dtypes, strict=False)
         ]
-        return grad_x, *grads[:2], None, None, None
+        return grad_x, grad_x if ctx.adds else None, *grads[:2], *[None] * 4
 
 
-def _norm(module: nn.Module, x: torch.Tensor, weight, bias, eps: float, is_rms: bool):
-    recipe, how = recipe_in_force(module.recipe), None
-    if recipe.keeps_codes and torch.is_grad_enabled():
-        if recipe.delayed:
-            module._history = AmaxHistory.of(module._history, recipe.input.history, weight)
-        how = How(recipe, x.dtype, module._history, record=module.training)
-    x_MH = x.reshape(-1, x.shape[-1])
-    y, rows, rows_scale, kept, kept_scale = NormFunction.apply(x_MH, weight, bias, eps, how, is_rms)
-    y = y.view(x.shape)
-    if how is not None and not torch.compiler.is_compiling():
-        if kept is None:
-            kept, kept_scale = rows, rows_scale
-        rows = Quantized(rows, rows_scale, recipe.input.granularity)
-        carry(y, recipe.input, rows, how.kept(kept, kept_scale))
-    return y
-
-
-class RMSNorm(nn.RMSNorm):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dim, FP32 inside, dtype of x outside."""
+class _Norm:
+    """What both norms share: their forward, and how a split master is saved."""
 
     recipe: Recipe | None = None
     _history: AmaxHistory | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        waiting = _waiting(self, x)
+        if waiting is not None:
+            delattr(x, _SLOT)
+            return waiting.y
+        return _run(self, x)[0]
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        plain_weight(self, destination, prefix)
+
+
+class RMSNorm(_Norm, nn.RMSNorm):
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dim, FP32 inside, dtype of x outside."""
 
     def __init__(
         self, normalized_shape, eps=1e-6, elementwise_affine=True, device=None, dtype=None,
@@ -98,24 +107,12 @@ class RMSNorm(nn.RMSNorm):
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
         self.recipe = get_recipe(recipe)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        eps = self.__dict__.get("variance_epsilon", self.__dict__.get("eps"))
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
-        return _norm(self, x, self.weight, None, eps, True)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        plain_weight(self, destination, prefix)
-
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape) if self.weight is not None else ''}, {self.recipe}"
 
 
-class LayerNorm(nn.LayerNorm):
+class LayerNorm(_Norm, nn.LayerNorm):
     """nn.LayerNorm over the last dim, FP32 inside, dtype of x outside; weight and bias optional."""
-
-    recipe: Recipe | None = None
-    _history: AmaxHistory | None = None
 
     def __init__(
         self, normalized_shape, eps=1e-5, elementwise_affine=True, bias=True, device=None,
@@ -129,11 +126,97 @@ class LayerNorm(nn.LayerNorm):
                 "is supported: use nn.LayerNorm"
             )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _norm(self, x, self.weight, self.bias, self.eps, False)
 
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        plain_weight(self, destination, prefix)
+def _run(norm: RMSNorm | LayerNorm, x, residual=None, *, passes: bool = False):
+    """(y, h) in the shape of x; y carries its codes. h as in `NormFunction`."""
+    is_rms = isinstance(norm, RMSNorm)
+    eps = norm.eps if not is_rms else norm.__dict__.get("variance_epsilon", norm.__dict__.get("eps"))
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    weight, bias = norm.weight, None if is_rms else norm.bias
+    recipe, how = recipe_in_force(norm.recipe), None
+    if recipe.keeps_codes and torch.is_grad_enabled():
+        if recipe.delayed:
+            norm._history = AmaxHistory.of(norm._history, recipe.input.history, weight)
+        how = How(recipe, x.dtype, norm._history, record=norm.training)
+    x_MH = x.reshape(-1, x.shape[-1])
+    residual_MH = None if residual is None else residual.reshape(x_MH.shape)
+    y, h, rows, rows_scale, kept, kept_scale = NormFunction.apply(
+        x_MH, residual_MH, weight, bias, eps, how, is_rms, passes
+    )
+    y = y.view(x.shape)
+    if how is not None and not torch.compiler.is_compiling():
+        if kept is None:
+            kept, kept_scale = rows, rows_scale
+        rows = Quantized(rows, rows_scale, recipe.input.granularity)
+        carry(y, recipe.input, rows, how.kept(kept, kept_scale))
+    return y, None if h is None else h.view(x.shape)
 
 
+# ------------------------------------------------------------ the residual stream and its norms
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A norm's output, made beside its input h; it travels with h until that norm reads h."""
+
+    norm: nn.Module
+    y: torch.Tensor
+    recipe: Recipe
+    version: int  # h's at the time
+    region: object
+
+
+def region() -> object:
+    """What saved tensors go through here (a checkpointed stretch, offloading), or None."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return None if hooks is None else hooks[0]
+
+
+def _waiting(norm: nn.Module, h: torch.Tensor) -> _Waiting | None:
+    """What waits on `h` for `norm`, if it is what `norm` would make of h here and now.
+
+    A checkpointed stretch makes its own, since what comes from outside is not there when it runs
+    again."""
+    found = getattr(h, _SLOT, None)
+    if found is None:
+        return None
+    same = found.norm is norm and found.version == h._version and torch.is_grad_enabled()
+    if same and found.region is region() and found.recipe == recipe_in_force(norm.recipe):
+        return found
+    delattr(h, _SLOT)
+    return None
+
+
+def _fits(norm: nn.Module | None, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
+    """Whether `norm` can run here, before its own call: its weight is whole and where x is."""
+    if not isinstance(norm, _Norm) or not torch.is_grad_enabled():
+        return False
+    if torch.compiler.is_compiling():  # the compiler fuses the sum by itself
+        return False
+    if residual is not None and (x.shape, x.dtype, x.device) != (
+        residual.shape, residual.dtype, residual.device
+    ):  # fmt: skip
+        return False
+    weight = norm.weight
+    if weight is None:
+        return True
+    whole = weight.shape == x.shape[-1:] and not hasattr(weight, "placements")
+    return whole and weight.device == x.device and weight.untyped_storage().nbytes() > 0
+
+
+def summed(
+    norm: nn.Module | None, x: torch.Tensor, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """h = x + residual (or x alone), for a stream that `norm` reads and that goes on past it.
+
+    The same values as the plain sum. Where `norm` is ours it runs in the same kernel, and its
+    output waits on h until the module `norm` is called with h; hooks see that call as any other.
+    x and residual: [..., H], same dtype, or the plain sum is made.
+    """
+    if not _fits(norm, x, residual):
+        return x if residual is None else residual + x
+    if residual is None and _waiting(norm, x) is not None:
+        return x
+    y, h = _run(norm, x, residual, passes=True)
+    setattr(h, _SLOT, _Waiting(norm, y, recipe_in_force(norm.recipe), h._version, region()))
+    return h

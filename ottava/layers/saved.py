@@ -23,6 +23,7 @@ from ..kernels.cast import Quantized
 from ..numerics.recipe import Cast
 
 _SLOT = "_ottava_carried"
+_AMAX = "_ottava_amax"
 
 
 @dataclass(slots=True)
@@ -101,6 +102,20 @@ def codes_of(x: torch.Tensor, cast: Cast, how) -> tuple[Quantized, Kept]:
     if not torch.compiler.is_compiling():
         carry(x, cast, rows, kept)
     return rows, kept
+
+
+def note_amax(grad: torch.Tensor, amax: torch.Tensor) -> None:
+    """Let the amax of a gradient (fp32, (1,)), found by the kernel that made it, travel with it."""
+    setattr(grad, _AMAX, (amax, grad._version))
+
+
+def noted_amax(grad: torch.Tensor) -> torch.Tensor | None:
+    """The amax that travels with this gradient, or with the whole tensor that it is a view of;
+    None where there is none, or the values have changed since."""
+    noted = getattr(grad, _AMAX, None)
+    if noted is None and grad._base is not None and grad.numel() == grad._base.numel():
+        noted = getattr(grad._base, _AMAX, None)
+    return noted[0] if noted is not None and noted[1] == grad._version else None
 
 
 class AmaxHistory:
