@@ -30,11 +30,14 @@ from .moments import (
     encode_v,
     fast_inverse,
     fast_sqrt,
+    from_bf16,
     leads_of,
     ref_decode_m,
     ref_decode_v,
     ref_encode_m,
     ref_encode_v,
+    ref_round_bf16,
+    round_bf16,
 )
 from .op import INTERPRETED, operator, tl, triton
 from .random import random_bits, ref_random_bits
@@ -89,14 +92,6 @@ def ref_draw(shape: torch.Size, leads: int, key: int, device: torch.device) -> t
     return both.view(leads, -1)[:, :size].reshape(shape)
 
 
-def _ref_round_bf16(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
-    """FP32 to BF16, rounded up where 16 random bits carry."""
-    bits = x.contiguous().view(torch.int32)
-    carried = bits + random.to(torch.int32)
-    bits = torch.where(bits & 0x7F800000 == 0x7F800000, bits, carried)
-    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
-
-
 def _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, bits):
     """Update m and v in place; returns their FP32 values before they are rounded."""
     if m_scale is None:
@@ -105,8 +100,8 @@ def _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, bits):
         if m.dtype == torch.float32:
             m.copy_(new_m), v.copy_(new_v)
         else:
-            m.copy_(_ref_round_bf16(new_m, bits & 0xFFFF))
-            v.copy_(_ref_round_bf16(new_v, bits >> 16))
+            m.copy_(ref_round_bf16(new_m, bits & 0xFFFF))
+            v.copy_(ref_round_bf16(new_v, bits >> 16))
         return new_m, new_v
     g, bits = _grouped(g, leads), _grouped(bits, leads)
     codes = _grouped(m.view(torch.uint8), leads).view(torch.float8_e4m3fn)
@@ -156,6 +151,8 @@ def ref_adamw_step(
     if not exact or scale is not None:
         u = u.clamp(-bound, bound)
     w = param.float() if residual is None else ref_unpack_split(param, residual, scale)
+    if scale is not None:  # a master that holds a NaN becomes NaN as a whole
+        w = torch.where(amax.view(scale.shape) < torch.inf, w, torch.nan)
     w = w - lr * u - (lr * weight_decay) * w
 
     if m.dtype == torch.bfloat16 and rounds:
@@ -172,7 +169,7 @@ def ref_adamw_step(
         split = pack_split(w, scale, width, random)
         param.copy_(split.codes), residual.copy_(split.residual)
     elif param.dtype == torch.bfloat16:
-        param.copy_(_ref_round_bf16(w, bits >> 16))
+        param.copy_(ref_round_bf16(w, bits >> 16))
     else:
         param.copy_(w)
         if low is not None:
@@ -198,19 +195,6 @@ def _inverse_correction(log_beta, t):
     series = 1.0 + x * (1 / 6.0) * (1.0 + x * (1 / 7.0) * (1.0 + x * (1 / 8.0)))
     series = 1.0 + x * 0.5 * (1.0 + x * (1 / 3.0) * (1.0 + x * 0.25 * (1.0 + x * 0.2 * series)))
     return 1.0 / tl.where(x > -0.5, -x * series, 1.0 - tl.exp(x))
-
-
-@triton.jit
-def _round_bf16(x, random):
-    """BF16 bits (int16) of FP32 x; random: int32 in [0, 65536)."""
-    bits = x.to(tl.int32, bitcast=True)
-    bits = tl.where((bits & 0x7F800000) == 0x7F800000, bits, bits + random)
-    return (bits >> 16).to(tl.int16)
-
-
-@triton.jit
-def _from_bf16(bits):
-    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -276,7 +260,7 @@ def _adamw_kernel(
             low_end = tl.load(ends, mask=row_mask, other=0)
             old_v = decode_v(old_v, low_end, tl.load(ends + 1, mask=row_mask, other=0), FAST)
         if STATES == "bf16":
-            old_m, old_v = _from_bf16(old_m), _from_bf16(old_v)
+            old_m, old_v = from_bf16(old_m), from_bf16(old_v)
         new_m = old_m * beta1 + g * rest1
         new_v = old_v * beta2 + (g * g) * rest2
         if STATES == "8bit":
@@ -286,8 +270,8 @@ def _adamw_kernel(
             tl.store(ends, lo.to(tl.int16), mask=row_mask)
             tl.store(ends + 1, hi.to(tl.int16), mask=row_mask)
         elif STATES == "bf16":
-            m_code = _round_bf16(new_m, (rnd & 0xFFFF).to(tl.int32))
-            v_code = _round_bf16(new_v, (rnd >> 16).to(tl.int32))
+            m_code = round_bf16(new_m, (rnd & 0xFFFF).to(tl.int32))
+            v_code = round_bf16(new_v, (rnd >> 16).to(tl.int32))
             if MASTER != "fp32":
                 rnd = _draw(start, tile, key ^ 0x55555555, TILE)
         else:
@@ -313,7 +297,7 @@ def _adamw_kernel(
             if MASTER == "split":
                 w = decode_bf16(old, tl.load(residual + start + offs, mask=mask, other=0), BITS)
             elif MASTER == "bf16":
-                w = _from_bf16(old)
+                w = from_bf16(old)
             else:
                 w = old
             w = w - rate * u - decay * w
@@ -327,12 +311,12 @@ def _adamw_kernel(
             tl.store(param + start + offs, code.to(param.dtype.element_ty), mask=keep)
             tl.store(residual + start + offs, rest.to(residual.dtype.element_ty), mask=keep)
         elif MASTER == "bf16":
-            tl.store(param + start + offs, _round_bf16(w, (rnd >> 16).to(tl.int32)), mask=mask)
+            tl.store(param + start + offs, round_bf16(w, (rnd >> 16).to(tl.int32)), mask=mask)
         else:
             tl.store(param + start + offs, w, mask=mask)
             if LOW == "bf16":
                 bits = w.to(tl.int32, bitcast=True)
-                tl.store(low + start + offs, _round_bf16(w, 0x7FFF + ((bits >> 16) & 1)), mask=mask)
+                tl.store(low + start + offs, round_bf16(w, 0x7FFF + ((bits >> 16) & 1)), mask=mask)
             elif LOW == "cast":
                 tl.store(low + start + offs, w.to(low.dtype.element_ty), mask=mask)
 

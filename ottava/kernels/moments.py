@@ -1,4 +1,4 @@
-"""8-bit optimizer moments: one byte an element, a few bytes per group of 128.
+"""8-bit (and BF16) optimizer moments: one byte an element, a few bytes per group of 128.
 
 m: e4m3 codes, one BF16 scale a group (the first BF16 above amax / 448), stochastic rounding; zero
 stays zero. v: a logarithmic code. Code 0 is exactly 0; codes 1..255 stand for
@@ -61,6 +61,14 @@ def init_moments(weight: torch.Tensor, states: str) -> dict[str, torch.Tensor]:
 
 
 # ---- reference ----
+
+
+def ref_round_bf16(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """FP32 to BF16, rounded up where 16 random bits carry."""
+    bits = x.contiguous().view(torch.int32)
+    carried = bits + random.to(torch.int32)
+    bits = torch.where(bits & 0x7F800000 == 0x7F800000, bits, carried)
+    return (bits >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def ref_encode_m(m: torch.Tensor, random: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -160,6 +168,19 @@ def fast_inverse(x, FAST: tl.constexpr):
 
 
 @triton.jit
+def round_bf16(x, random):
+    """BF16 bits (int16) of FP32 x; random: int32 in [0, 65536)."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7F800000) == 0x7F800000, bits, bits + random)
+    return (bits >> 16).to(tl.int16)
+
+
+@triton.jit
+def from_bf16(bits):
+    return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def encode_m(m, random):
     """(codes int32 [G, 128], low 8 bits; scale FP32 [G], exact in BF16); random: int32, bits 10-19."""
     amax = tl.max(m.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)  # bits: NaN above everything
@@ -185,8 +206,8 @@ def encode_v(v, random, FAST: tl.constexpr):
     # As unsigned numbers less one, zero is the largest.
     bottom = (tl.min((bits - 1).to(tl.uint32, bitcast=True), 1) + 1).to(tl.float32, bitcast=True)
     fits = (top >= 0) & (top < 0x7F800000)
-    hi = tl.ceil(tl.log2(top.to(tl.float32, bitcast=True)) * 128.0) + 1.0
-    lo = tl.floor(tl.log2(bottom) * 128.0) - 1.0
+    hi = tl.ceil(fast_log2(top.to(tl.float32, bitcast=True), FAST) * 128.0) + 1.0
+    lo = tl.floor(fast_log2(bottom, FAST) * 128.0) - 1.0
     lo = tl.where(top > 0, tl.maximum(lo, -16128.0), 0.0)
     hi = tl.maximum(tl.where(top > 0, hi, 0.0), lo + 128.0)
     per_code = 32512.0 / (hi - lo)

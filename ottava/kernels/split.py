@@ -27,7 +27,6 @@ from .op import operator, tl, triton
 from .scale import amax as amax_of
 from .scale import scale_from_amax
 
-E4M3_BASE = 120  # FP32 exponent field of e4m3's subnormals: 2**-6 is exponent 121
 NAN_CODE = 0x7F
 # |w / scale| may reach 464 before the nearest code is no longer 448: amax within this factor of
 # 448 * scale does not need the next scale.
@@ -42,32 +41,28 @@ def ref_encode_codes(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(code uint8, residual int32) of FP32 x = w / scale. random: ints in [0, 2**(20 - bits))."""
     drop = 20 - bits
-    a = x.abs()
-    small = a < 2.0**-6
-    # Adding 2**-6 gives a subnormal the exponent of the first normal, whose spacing it has.
-    f = torch.where(small, a + 2.0**-6, a).view(torch.int32)
+    # e4m3's exponents fall on FP32's lowest ones, and its subnormals on FP32's: no case for them.
+    a = (x.abs() * 2.0**-120).view(torch.int32)
+    m = a.clamp(max=(0x7E8 << 16) - 1)  # |x| = 464 and more: the last cell of code 448
     if random is not None:
-        f = f + random.to(torch.int32) - (1 << (drop - 1))
-    m = (f >> drop) - (E4M3_BASE << (3 + bits)) - small.int() * (8 << bits)
-    m = m.clamp(0, (0x7E << bits) + (1 << (bits - 1)) - 1)
-    code = (m + (1 << (bits - 1))) >> bits
-    residual = m - (code << bits)
-    bad = ~x.isfinite()
-    code = torch.where(bad, NAN_CODE, code) | torch.signbit(x).int() << 7
-    return code.to(torch.uint8), torch.where(bad, 0, residual)
+        m = (m + (random.to(torch.int32) - (1 << (drop - 1)))).clamp(0, (0x7E8 << 16) - 1)
+    code = (m + 0x80000) >> 20
+    residual = (m >> drop) - (code << bits)
+    bad = a >= 0x7F800000
+    code = torch.where(bad, NAN_CODE, code) | ((x.view(torch.int32) >> 24) & 0x80)
+    return code.to(torch.uint8), residual.masked_fill_(bad, 0)
 
 
 def ref_decode_codes(code: torch.Tensor, residual: torch.Tensor, bits: int) -> torch.Tensor:
     """FP32 w / scale of (code uint8, residual)."""
     drop = 20 - bits
     c = code.int()
-    m = ((c & 0x7F) << bits) + residual.int()
-    f = (m << drop) + ((E4M3_BASE << 23) + (1 << (drop - 1)))
-    y = f.view(torch.float32)
-    y = torch.where(m < (8 << bits), 2.0 * y - 2.0**-6, y)
-    y = torch.where(m == 0, 0.0, y)
-    y = torch.where((c & 0x7F) == NAN_CODE, torch.nan, y)
-    return torch.where(c >= 0x80, -y, y)
+    # Sign and magnitude to the top, then down to FP32's lowest exponents.
+    f = ((c << 24) >> 4) & -0x78100000
+    f = f + (residual.int() << drop) + (1 << (drop - 1))
+    y = f.view(torch.float32) * 2.0**120
+    y = torch.where(y.abs() > 1.5 * 2.0 ** (-10 - bits), y, y * 0.0)
+    return torch.where(c & 0x7F == NAN_CODE, torch.nan, y)
 
 
 def ref_encode_bf16(
