@@ -117,7 +117,7 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
     if row.kind == "linear" and row.recipe is None and original_class(module) is not nn.Linear:
         return None
     settings: dict = {"recipe": row.recipe}
-    if row.kind == "mlp":
+    if row.kind in ("mlp", "experts"):
         settings["recompute"] = plan.recompute == "mlp"
     elif row.kind == "attention":
         settings["out_cast"] = _out_cast(row, plan)

@@ -303,6 +303,25 @@ def test_a_plan_of_another_model_is_refused_before_anything_changes():
     assert not fp8_modules(model)
 
 
+def test_unknown_fused_experts_are_named_with_the_share_left():
+    class Strange(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.randn(4, 64, 32))
+            self.down_proj = nn.Parameter(torch.randn(4, 32, 32))
+
+    class Moe(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate, self.experts = nn.Linear(32, 4), Strange()
+            self.proj = nn.Linear(32, 32)
+
+    plan = ottava.plan(Moe())
+    assert "Strange" in plan["experts"].reason and plan["experts"].recipe is None
+    assert plan["gate"].kind == "router" and plan["gate"].recipe is None
+    assert plan.share_weights < 0.1 and "of the weights" in plan.summary()
+
+
 def test_policy_mimo_keeps_o_proj_high():
     plan = ottava.plan(llama(), policy="mimo")
     assert all(r.recipe is None for r in plan.rows if r.name.endswith("o_proj"))

@@ -6,6 +6,7 @@ Every kernel file registers its functions here, so that autograd, torch.compile 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 from collections.abc import Callable
@@ -42,6 +43,19 @@ else:  # a machine without Triton (no GPU): kernels stay definable, and say so w
 _library = torch.library.Library("ottava", "FRAGMENT")
 
 
+def _outside_autocast(fn: Callable) -> Callable:
+    """References compute in the dtypes they name, also when called inside torch.autocast."""
+
+    @functools.wraps(fn)
+    def run(*args):
+        if not torch.is_autocast_enabled("cpu"):
+            return fn(*args)
+        with torch.autocast("cpu", enabled=False):
+            return fn(*args)
+
+    return run
+
+
 def operator(
     schema: str, *, reference: Callable, fake: Callable, cuda: Callable | None = None
 ) -> Callable:
@@ -52,7 +66,7 @@ def operator(
     """
     name = schema.split("(", 1)[0].strip()
     _library.define(schema)
-    _library.impl(name, reference, "CPU")
+    _library.impl(name, _outside_autocast(reference), "CPU")
     _library.impl(name, cuda or reference, "CUDA")
     torch.library.register_fake(f"ottava::{name}", fake, lib=_library)
     return getattr(torch.ops.ottava, name).default

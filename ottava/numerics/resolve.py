@@ -32,6 +32,16 @@ _RMS_CLASSES = {"torch.nn.modules.normalization.RMSNorm"} | {
     }.items()
 }
 _MODELS, _LAYERS = "ottava.models.", "ottava.layers."
+# Fused 3-D experts whose forward is down(silu(gate) * up) per expert, without bias.
+_EXPERTS = {
+    f"transformers.models.{m}.modeling_{m}.{c}Experts"
+    for m, c in {
+        "mixtral": "Mixtral",
+        "qwen2_moe": "Qwen2Moe",
+        "qwen3_moe": "Qwen3Moe",
+        "mimo_v2_flash": "MiMoV2Flash",
+    }.items()
+}
 # Attention modules that call transformers' attention interface between q/k/v_proj and o_proj.
 _HF_ATTENTION = {
     f"transformers.models.{m}.modeling_{m}.{c}Attention"
@@ -163,7 +173,15 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
             return replace(row, reason="weight tied to an embedding")
         if min(shape) < policy.smallest:
             return replace(row, reason=f"{min(shape)} features < {policy.smallest}")
-    if kind in ("linear", "experts"):
+    if kind == "experts":
+        cls = original_class(module)
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        if path not in _EXPERTS and not path.startswith((_MODELS, _LAYERS)):
+            why = f"fused experts of a class without a known forward ({cls.__name__}): high"
+            return replace(row, reason=why)
+        kept = f"{_kept(policy.recipe)}, gate and up in int8 (groups of 128)"
+        return replace(row, recipe=policy.recipe, kept=kept)
+    if kind == "linear":
         return replace(row, recipe=policy.recipe, kept=_kept(policy.recipe))
     return row
 
