@@ -198,6 +198,9 @@ class Trainer:
             self.eight_bit(),
         ):
             yield
+        # autocast clears its casts of the weights itself only where it is the outermost one, and
+        # until then they stay through backward
+        torch.clear_autocast_cache()
 
     # ---- around the step ----
 
