@@ -97,7 +97,10 @@ class Trainer:
 
     def step_once(self) -> StepResult:
         """One optimizer step over `train.accumulate` micro-batches."""
-        with torch.autocast(self.device.type, enabled=False):  # an outer one ends here
+        kind = self.device.type
+        if not torch.is_autocast_enabled(kind):
+            return self._step_once()
+        with torch.autocast(kind, enabled=False):  # an outer one ends here
             return self._step_once()
 
     def _step_once(self) -> StepResult:
