@@ -15,7 +15,7 @@ from ottava.kernels import adamw, gradient, split
 
 POINTERS = dict(scale="*fp32", amax="*fp32", work="*i32", grad="*bf16", m_scale="*bf16",
                 v_range="*i16", low="*fp32", grad_mul="*fp32", found_inf="*fp32", skipped="*i32",
-                parts="*fp32", counter="*i32", norm="*fp32", out="*fp32", codes="*u8")
+                clock="*i32", parts="*fp32", counter="*i32", norm="*fp32", out="*fp32", codes="*u8")
 WHOLE = ("step", "key", "n", "groups", "leads", "per_scale")
 
 def compile(kernel, target, constants, **pointers):
@@ -35,15 +35,16 @@ def compile(kernel, target, constants, **pointers):
     assert "global.v4" in ptx, f"{kernel.__name__}: no 16-byte access"
     return ptx
 
-def step(master, bits, states, full):
+def step(master, bits, states, full, clock=False):
     return dict(MASTER=master, BITS=bits, STATES=states, LOW="none", LR_TENSOR=full, MUL=full,
-                GUARD=full, MARGIN=0, LEADS=4 if full else 1, TILE=16, DRAWS=True, FAST=True)
+                GUARD=full or clock, COUNTED=full, CLOCK=clock, MARGIN=0, LEADS=4 if full else 1, TILE=16, DRAWS=True, FAST=True)
 
 h100, a100 = GPUTarget("cuda", 90, 32), GPUTarget("cuda", 80, 32)
 lean = dict(param="*u8", residual="*i8", m="*u8", v="*u8")
 ptx = compile(adamw._adamw_kernel, h100, step("codes", 8, "8bit", False), **lean)
 # All of a group's row lies in one warp's registers: tiles never pass through shared memory.
 assert len(re.findall(r"st\\.shared", ptx)) <= 8
+compile(adamw._adamw_kernel, h100, step("codes", 8, "8bit", False, clock=True), **lean)
 compile(adamw._adamw_kernel, a100, step("codes", 8, "8bit", True), lr="*fp32", **lean)
 compile(adamw._adamw_kernel, h100, step("split", 16, "bf16", True), lr="*fp32",
         param="*i16", residual="*i16", m="*i16", v="*i16")

@@ -12,6 +12,8 @@ expert weight). With inexact moments |u| is held below the bound that exact mome
 Codes: the scale is chosen before the update, from the master's amax plus the most the update can
 add (lr * bound), so nothing clips; the new amax is gathered in the same pass, and the program that
 finishes last writes scale and amax. lr = 0 leaves every weight bit as it was.
+Where found_inf > 0 nothing changes; `skipped`, if given, counts that, and the bias is corrected for
+step - skipped. A `clock` (clock.py) stands for lr, step and key: then `key` is only the stream.
 Random bits of an element (`ref_draw`): 0-9 for v, 10-19 for m, the top ones for w.
 """
 
@@ -21,6 +23,7 @@ import math
 
 import torch
 
+from .clock import as_fp32, corrections, read_clock, ref_read_clock
 from .codes import magnitude_bits, ref_scale_from_amax, scale_of
 from .moments import (
     GROUP,
@@ -127,14 +130,19 @@ def ref_next_scale(
 def ref_adamw_step(
     param, residual, scale, amax, work, grad, m, v, m_scale, v_range, low,
     lr_tensor, grad_mul, found_inf, skipped,
-    lr, beta1, beta2, eps, weight_decay, margin, step, key,
+    lr, beta1, beta2, eps, weight_decay, margin, step, key, clock=None,
 ):  # fmt: skip
+    correct = None
+    if clock is not None:
+        lr, *correct, step, key = ref_read_clock(clock, key)
     if found_inf is not None:
         if bool(found_inf > 0):
-            skipped.add_(1)
+            if skipped is not None:
+                skipped.add_(1)
             return
-        step = step - int(skipped)
-    lr = float(lr_tensor) if lr_tensor is not None else lr
+        if skipped is not None:
+            step, correct = step - int(skipped), None
+    lr = as_fp32(lr) if lr_tensor is None else float(lr_tensor)
     leads, _ = leads_of(param)
     if grad.numel() == 0:
         return
@@ -145,7 +153,7 @@ def ref_adamw_step(
 
     g = grad.float() if grad_mul is None else grad.float() * grad_mul
     new_m, new_v = _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, bits)
-    correct1, correct2 = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
+    correct1, correct2 = correct or corrections(beta1, beta2, step)
     u = (new_m * correct1) / (new_v.sqrt() * correct2 + eps)
     bound = update_bound(beta1, beta2)
     if not exact or scale is not None:
@@ -206,29 +214,41 @@ def _next_scale(scale, amax, reach, MARGIN: tl.constexpr):
 @triton.jit(do_not_specialize=["step", "key", "groups", "leads"])
 def _adamw_kernel(
     param, residual, scale, amax, work, grad, m, v, m_scale, v_range, low,
-    lr, grad_mul, found_inf, skipped,
+    lr, grad_mul, found_inf, skipped, clock,
     beta1, beta2, rest1, rest2, correct1, correct2, bound, eps, weight_decay,
     step, key, n, groups, leads,
     MASTER: tl.constexpr, BITS: tl.constexpr, STATES: tl.constexpr, LOW: tl.constexpr,
-    LR_TENSOR: tl.constexpr, MUL: tl.constexpr, GUARD: tl.constexpr, MARGIN: tl.constexpr,
-    LEADS: tl.constexpr, TILE: tl.constexpr, DRAWS: tl.constexpr, FAST: tl.constexpr,
+    LR_TENSOR: tl.constexpr, CLOCK: tl.constexpr, MUL: tl.constexpr, GUARD: tl.constexpr,
+    COUNTED: tl.constexpr, MARGIN: tl.constexpr, LEADS: tl.constexpr, TILE: tl.constexpr,
+    DRAWS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """TILE groups of 128 at a time. n, groups: elements and groups per lead; grid (any, leads).
 
-    correct1, correct2: inverse bias corrections, or with GUARD ln(beta1), ln(beta2): then the step
-    count is step - skipped, known on the device alone.
+    correct1, correct2: inverse bias corrections, or with COUNTED ln(beta1), ln(beta2): then the step
+    count is step - skipped, known on the device alone. With CLOCK lr, corrections, step and key are
+    read from there, and the argument `key` is the parameter's stream.
     """
+    if CLOCK:
+        clock_rate, clock_correct1, clock_correct2, step, key = read_clock(clock, key)
+    if LR_TENSOR:
+        rate = tl.load(lr).to(tl.float32)
+    elif CLOCK:
+        rate = clock_rate
+    else:
+        rate = lr
     tiles = tl.cdiv(groups, TILE)
     live = 1
     if GUARD:
         live = tl.where(tl.load(found_inf) > 0, 0, 1)
         tiles = tiles * live
+    if COUNTED:
         t = (step - tl.load(skipped)).to(tl.float32)
         correct1 = _inverse_correction(correct1, t)
         correct2 = tl.sqrt(_inverse_correction(correct2, t))
         if (live == 0) & (tl.program_id(0) + tl.program_id(1) == 0):
             tl.store(skipped, tl.load(skipped) + 1)
-    rate = tl.load(lr).to(tl.float32) if LR_TENSOR else lr
+    elif CLOCK:
+        correct1, correct2 = clock_correct1, clock_correct2
     decay = rate * weight_decay
     mul = tl.load(grad_mul).to(tl.float32) if MUL else 1.0
     lead = tl.program_id(1).to(tl.int64)
@@ -344,7 +364,7 @@ _PROGRAMS = 8 * 132  # enough to fill the largest card; more would only contend 
 def triton_adamw_step(
     param, residual, scale, amax, work, grad, m, v, m_scale, v_range, low,
     lr_tensor, grad_mul, found_inf, skipped,
-    lr, beta1, beta2, eps, weight_decay, margin, step, key,
+    lr, beta1, beta2, eps, weight_decay, margin, step, key, clock=None,
 ):  # fmt: skip
     n_all = param.numel()
     if n_all == 0:
@@ -368,11 +388,11 @@ def triton_adamw_step(
     copy = "none" if low is None else "bf16" if low.dtype == torch.bfloat16 else "cast"
     if copy == "bf16":
         low = low.view(torch.int16)
-    guard = found_inf is not None
-    if guard:
-        correct1, correct2 = math.log(beta1) if beta1 else -1e30, math.log(beta2)
+    counted = found_inf is not None and skipped is not None
+    if counted:
+        correct = [math.log(beta) if beta else -1e30 for beta in (beta1, beta2)]
     else:
-        correct1, correct2 = 1.0 / (1.0 - beta1**step), 1.0 / math.sqrt(1.0 - beta2**step)
+        correct = corrections(beta1, beta2, step)
 
     def pointer(t):  # an absent tensor's pointer is never read
         return param if t is None else t
@@ -382,11 +402,12 @@ def triton_adamw_step(
         param, pointer(residual), pointer(scale), pointer(amax), pointer(work), grad, m, v,
         pointer(m_scale), pointer(v_range), pointer(low),
         lr if lr_tensor is None else lr_tensor, pointer(grad_mul), pointer(found_inf),
-        pointer(skipped), beta1, beta2, 1.0 - beta1, 1.0 - beta2, correct1, correct2,
+        pointer(skipped), pointer(clock), beta1, beta2, 1.0 - beta1, 1.0 - beta2, *correct,
         update_bound(beta1, beta2), max(eps, LEAST_EPS), weight_decay, step, key, n, groups, leads,
         MASTER=master, BITS=0 if residual is None else 8 * residual.element_size(), STATES=states,
-        LOW=copy, LR_TENSOR=lr_tensor is not None, MUL=grad_mul is not None,
-        GUARD=guard, MARGIN=margin, LEADS=triton.next_power_of_2(leads), TILE=_TILE,
+        LOW=copy, LR_TENSOR=lr_tensor is not None, CLOCK=clock is not None,
+        MUL=grad_mul is not None, GUARD=found_inf is not None, COUNTED=counted, MARGIN=margin,
+        LEADS=triton.next_power_of_2(leads), TILE=_TILE,
         DRAWS=states != "fp32" or master != "fp32", FAST=not INTERPRETED,
     )  # fmt: skip
 
@@ -396,7 +417,7 @@ adamw_step = operator(
     "Tensor(e!)? work, Tensor grad, Tensor(f!) m, Tensor(g!) v, Tensor(h!)? m_scale, "
     "Tensor(i!)? v_range, Tensor(j!)? low, Tensor? lr_tensor, Tensor? grad_mul, "
     "Tensor? found_inf, Tensor(k!)? skipped, float lr, float beta1, float beta2, float eps, "
-    "float weight_decay, int margin, int step, int key) -> ()",
+    "float weight_decay, int margin, int step, int key, Tensor? clock=None) -> ()",
     reference=ref_adamw_step,
     fake=lambda *args: None,
     cuda=triton_adamw_step,

@@ -21,9 +21,19 @@ def _hash(x: int) -> int:
     return x ^ (x >> 16)
 
 
+def step_key(seed: int, step: int) -> int:
+    """The 32 bits that the keys of all streams have in common in one step."""
+    return _hash(_hash(seed) + step)
+
+
+def stream_key(step_key: int, stream: int) -> int:
+    """A 31-bit key (fits a signed kernel argument) of one stream (parameter number) in a step."""
+    return _hash(step_key * 3 + stream) & 0x7FFFFFFF
+
+
 def make_key(seed: int, step: int, stream: int) -> int:
-    """A 31-bit key (fits a signed kernel argument) from seed, step and stream (parameter) number."""
-    return _hash(_hash(_hash(seed) + step) * 3 + stream) & 0x7FFFFFFF
+    """A 31-bit key from seed, step and stream number."""
+    return stream_key(step_key(seed, step), stream)
 
 
 def ref_random_bits(index: torch.Tensor, key: int) -> torch.Tensor:
@@ -48,3 +58,13 @@ def random_bits(index, key):
     x = x + key.to(tl.uint32)
     x = (x ^ (x >> 16)) * 0x7FEB352D
     return x ^ (x >> 15)
+
+
+@triton.jit
+def triton_stream_key(step_key, stream):
+    """Triton twin of `stream_key`: int32 from the 32 bits of step_key and an int32 stream number."""
+    x = step_key.to(tl.uint32, bitcast=True) * 3 + stream.to(tl.uint32)
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    x = x ^ (x >> 16)
+    return (x & 0x7FFFFFFF).to(tl.int32)

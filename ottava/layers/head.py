@@ -49,7 +49,10 @@ class HeadLoss(torch.autograd.Function):
             )
         if num_valid is None:
             num_valid = found
-        num_valid = torch.as_tensor(num_valid, device=x_MH.device).reshape(1).clamp(min=1)
+        if not isinstance(num_valid, torch.Tensor):
+            # Filled by a kernel: a copy from the host would wait for all that runs before it.
+            num_valid = torch.full((1,), num_valid, dtype=torch.int64, device=x_MH.device)
+        num_valid = num_valid.to(x_MH.device).reshape(1).clamp(min=1)
         ctx.grads, ctx.per_token = (grad_x, grad_w), num_valid.float().reciprocal()
         return (loss_sum * ctx.per_token).view(())
 

@@ -161,17 +161,20 @@ class AmaxHistory:
         self._seen[operand] = True
         self.pending[operand] = torch.maximum(self.pending[operand], amax[0])
 
-    def commit(self) -> None:
-        """End of a real step: the newest entry is this step's amax. Non-finite ones are dropped."""
+    def commit(self, found_inf: torch.Tensor | None = None) -> None:
+        """End of a real step: the newest entry is this step's amax. Non-finite ones are dropped, and
+        all where found_inf, (1,) on the device, is > 0. In place, so that it can be replayed."""
         good = torch.isfinite(self.pending) & (self.pending > 0)
+        if found_inf is not None:
+            good &= ~(torch.as_tensor(found_inf, device=good.device) > 0)
         rolled = torch.cat([self.pending[:, None], self.amax[:, :-1]], dim=1)
-        self.amax = torch.where(good[:, None], rolled, self.amax)
-        self.pending = torch.zeros_like(self.pending)
+        self.amax.copy_(torch.where(good[:, None], rolled, self.amax))
+        self.pending.zero_()
         self.ready = [a or b for a, b in zip(self.ready, self._seen, strict=True)]
 
     def discard(self) -> None:
         """The running step was skipped: it leaves no trace."""
-        self.pending = torch.zeros_like(self.pending)
+        self.pending.zero_()
 
     def resized(self, history: int) -> AmaxHistory:
         """The same memory with another length: the most recent entries kept, zeros appended."""
@@ -186,13 +189,14 @@ class AmaxHistory:
 _histories = WeakIdKeyDictionary()
 
 
-def commit_amax(parameters) -> None:
-    """End of a real step over `parameters`: commit the delayed scaling of the modules they feed."""
+def commit_amax(parameters, found_inf: torch.Tensor | None = None) -> None:
+    """End of a real step over `parameters`: commit the delayed scaling of the modules they feed,
+    or, where found_inf is > 0 on the device, drop what it noted."""
     if len(_histories) == 0:
         return
     for parameter in parameters:
         for history in _histories.get(parameter, ()):
-            history.commit()
+            history.commit(found_inf)
 
 
 def discard_amax(parameters) -> None:
@@ -202,9 +206,10 @@ def discard_amax(parameters) -> None:
             history.discard()
 
 
-def _after_step(optimizer: torch.optim.Optimizer, _args, _kwargs) -> None:
+def _after_step(optimizer: torch.optim.Optimizer, _args, kwargs) -> None:
     clock.step += 1
-    commit_amax(p for group in optimizer.param_groups for p in group["params"])
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    commit_amax(parameters, kwargs.get("found_inf"))
 
 
 class Clock:

@@ -13,7 +13,8 @@ Small parameters (`is_small`: norms, biases, short vectors) always have FP32 mom
 (a router) keeps an FP32 master.
 
 Steps are counted on the host, per parameter. Random bits come from (seed, step, parameter number,
-element). Nothing here waits for the device.
+element). Nothing here waits for the device. While `clock` (clock.py) is set, kernels read learning
+rate, step and random key from the device, so that their launches can be captured and replayed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ..kernels.moments import STATES, init_moments
 from ..kernels.random import make_key
 from ..kernels.split import Split, SplitParameter, adopt_split, split_parameter
 from ..numerics.recipe import Cast
+from .clock import DeviceClock
 
 MASTERS = ("fp32", "bf16", "split16", "split24")
 SMALL = 4096
@@ -62,7 +64,8 @@ class AdamW(torch.optim.Optimizer):
     """See the module docstring. lr may be a float or a tensor (on the device: never read back).
 
     ValueError: an unknown master or states, or a parameter that cannot have the master asked for.
-    `fused`: the FusedBackward handle while the step runs inside backward, else None.
+    `fused`: the FusedBackward handle while the step runs inside backward, else None. `clock`: the
+    DeviceClock while the step is one that can be replayed, else None.
     """
 
     def __init__(
@@ -78,6 +81,7 @@ class AdamW(torch.optim.Optimizer):
         seed: int = 0,
     ) -> None:
         self.fused = None
+        self.clock: DeviceClock | None = None
         self._numbers: dict[torch.Tensor, int] = {}
         defaults = {
             "lr": lr,
@@ -147,9 +151,15 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             _init_state(state, p, group)
-        if found_inf is not None and "skipped" not in state:
+        counted = found_inf is not None and (self.clock is None or self.clock.counts_skips)
+        if counted and "skipped" not in state:
             state["skipped"] = torch.zeros(1, dtype=torch.int32, device=p.grad.device)
         state["step"] += 1
+        row, key = None, _STREAM + self._numbers[p]
+        if self.clock is not None:
+            row = self.clock.row(group, state)
+        else:
+            key = make_key(group["seed"], state["step"], key)
         lr, lr_tensor = group["lr"], None
         if isinstance(lr, torch.Tensor):
             lr, lr_tensor = (float(lr), None) if lr.device.type == "cpu" else (0.0, lr.reshape(1))
@@ -171,7 +181,7 @@ class AdamW(torch.optim.Optimizer):
             lr_tensor,
             grad_mul,
             found_inf,
-            state.get("skipped") if found_inf is not None else None,
+            state["skipped"] if counted else None,
             lr,
             beta1,
             beta2,
@@ -179,7 +189,8 @@ class AdamW(torch.optim.Optimizer):
             group["weight_decay"],
             p.cast.margin if split and p.cast is not None else 0,
             state["step"],
-            make_key(group["seed"], state["step"], _STREAM + self._numbers[p]),
+            key,
+            row,
         )
         torch.autograd.graph.increment_version(p)
 

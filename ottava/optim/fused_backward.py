@@ -103,7 +103,7 @@ class FusedBackward:
             self.norm = torch.linalg.vector_norm(torch.stack(list(self._norms.values())))
             self.norms = self._norms
             if self.clip == "previous":
-                self._factor = clip_factor(self.norm, self.max_norm).float().reshape(1)
+                self._clip_by(self.norm)
             self.found = self.found_inf
         self._norms, self.found_inf = {}, None
         self._done.clear()
@@ -125,7 +125,12 @@ class FusedBackward:
         if "previous_norm" in state:
             device = next(iter(self._groups)).device
             self.norm = state["previous_norm"].to(device)
-            self._factor = clip_factor(self.norm, self.max_norm).float().reshape(1)
+            self._clip_by(self.norm)
+
+    def _clip_by(self, norm: torch.Tensor) -> None:
+        factor = clip_factor(norm, self.max_norm).float().reshape(1)
+        # In place: a captured step reads the tensor that it read when it was captured.
+        self._factor = factor if self._factor is None else self._factor.copy_(factor)
 
     @torch.no_grad()
     def _hook(self, p: torch.Tensor) -> None:
