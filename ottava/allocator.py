@@ -160,7 +160,7 @@ class AllocatorRecorder:
         device = torch.device(device)
         self.device = torch.cuda.current_device() if device.index is None else device.index
         self.timeline = Timeline()
-        self._watched: tuple[nn.Module, object] | None = None
+        self._watched: tuple[nn.Module, object, object] | None = None
         self._marks: list[tuple[int, str]] = []
         self._since = 0
         self._known: list[tuple[int, dict[int, str]]] = []  # (trace length, address -> category)
@@ -184,9 +184,9 @@ class AllocatorRecorder:
         finally:
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def watch(self, model: nn.Module, optimizer=None) -> None:
+    def watch(self, model: nn.Module, optimizer=None, average=None) -> None:
         """Register everything that outlives a step, now and again at every mark."""
-        self._watched = (model, optimizer)
+        self._watched = (model, optimizer, average)
 
     def mark(self, phase: str) -> None:
         """Start a phase: "forward", "backward", "step", or "idle" after the last."""

@@ -115,11 +115,13 @@ def _alive_after(timeline: Timeline, event: int, sizes: Mapping[int, int] | None
     return alive
 
 
-def state_tensors(model: nn.Module, optimizer=None) -> Iterable[tuple[str, torch.Tensor]]:
+def state_tensors(
+    model: nn.Module, optimizer=None, average=None
+) -> Iterable[tuple[str, torch.Tensor]]:
     """(category, tensor) for everything that outlives a step. Tied parameters come once.
 
     A parameter's own bytes and its scale are weights; its residual, and an optimizer's master copy,
-    are master; everything else an optimizer keeps is moments.
+    are master; everything else an optimizer keeps, and a running `average` (an EMA), is moments.
     """
     seen: set[int] = set()
     for owner in (model.parameters(), model.buffers()):
@@ -128,6 +130,8 @@ def state_tensors(model: nn.Module, optimizer=None) -> Iterable[tuple[str, torch
                 seen.add(id(tensor))
                 yield "weights", tensor
                 yield from _parts_of(tensor)
+    if average is not None:
+        yield from (("moments", tensor) for tensor in average.shadow.values())
     for name, value in _state_items(optimizer):
         master = any(word in name for word in ("master", "residual"))
         for tensor in tree_iter(value):
@@ -136,7 +140,7 @@ def state_tensors(model: nn.Module, optimizer=None) -> Iterable[tuple[str, torch
 
 
 @contextmanager
-def follow(recorder, model: nn.Module, optimizer=None) -> Iterator[None]:
+def follow(recorder, model: nn.Module, optimizer=None, average=None) -> Iterator[None]:
     """Mark the phases of whole steps that run inside, from outside of their code.
 
     A forward starts at the first module call after the phase before has ended; recomputation inside
@@ -158,7 +162,7 @@ def follow(recorder, model: nn.Module, optimizer=None) -> Iterator[None]:
         enter("backward")
         return plain_backward(tensor, *args, **kwargs)
 
-    recorder.watch(model, optimizer)
+    recorder.watch(model, optimizer, average)
     handles = [model.register_forward_pre_hook(before_module)]
     if (base := getattr(model, "base_model", None)) is not None and base is not model:
         handles.append(base.register_forward_pre_hook(before_module))
@@ -212,7 +216,7 @@ class MemoryTracker(TorchDispatchMode):
         self._number: dict[int, int] = {}  # address of a live StorageImpl -> its number
         self._sizes: dict[int, int] = {}
         self._refs: dict[int, weakref.ref] = {}
-        self._watched: tuple[nn.Module, object] | None = None
+        self._watched: tuple[nn.Module, object, object] | None = None
         self._hooks: list = []
         self._count = 0
         self._operator = ""
@@ -222,9 +226,9 @@ class MemoryTracker(TorchDispatchMode):
         for tensor in tensors:
             self.timeline.labels[self._see(tensor)] = category
 
-    def watch(self, model: nn.Module, optimizer=None) -> None:
+    def watch(self, model: nn.Module, optimizer=None, average=None) -> None:
         """Register everything that outlives a step, now and again at every mark."""
-        self._watched = (model, optimizer)
+        self._watched = (model, optimizer, average)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._label_gradient)

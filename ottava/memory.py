@@ -174,15 +174,39 @@ def estimate_memory(
     return _estimate(run, model, device)
 
 
-def measure_memory(step: Callable[[], object], model: nn.Module, optimizer=None) -> Measured:
+def parameters_per_rank(model: nn.Module, expert_parallel: int = 1) -> int:
+    """Parameters that one rank holds when only the experts are spread over `expert_parallel` ranks.
+
+    Routers, norms and everything dense are on every rank; tied weights count once. `model` may be
+    on meta. Raises ValueError when a layer's experts do not divide.
+    """
+    spread = {}
+    for name, module in model.named_modules():
+        count = getattr(module, "num_experts", None)
+        stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        if count is None or not stacked:
+            continue
+        if count % expert_parallel:
+            raise ValueError(f"{name}: {count} experts do not divide over {expert_parallel} ranks")
+        spread |= {id(p): p for p in stacked}
+    everything = sum(p.numel() for p in model.parameters())
+    experts = sum(p.numel() for p in spread.values())
+    return everything - experts + experts // expert_parallel
+
+
+def measure_memory(
+    step: Callable[[], object], model: nn.Module, optimizer=None, average=None
+) -> Measured:
     """The peak of the second of two calls of `step`, a whole training step of `model`.
+
+    `average`: the EMA that the step updates, if any.
 
     On the CPU the exact sum of bytes alive in tensors; on CUDA the allocator's, whose replay must
     agree with `torch.cuda.max_memory_allocated` (RuntimeError if not: the split would be wrong).
     """
     device = next(model.parameters()).device
     recorder = AllocatorRecorder(device) if device.type == "cuda" else MemoryTracker()
-    with recorder, follow(recorder, model, optimizer):
+    with recorder, follow(recorder, model, optimizer, average):
         step()
         recorder.start_span()
         step()

@@ -220,9 +220,7 @@ class Rehearsal:
             with self._inside(), tracker:
                 if cuda:
                     workspace = torch.empty(CUBLAS_WORKSPACE, dtype=torch.uint8)
-                with follow(tracker, self.model, self.optimizer):
-                    if self.ema is not None:
-                        tracker.register("moments", self.ema.shadow.values())
+                with follow(tracker, self.model, self.optimizer, self.ema):
                     self._step()
                     tracker.start_span()
                     self._step()

@@ -83,7 +83,8 @@ class Contestant:
             self.losses.append(self.trainer.step_once().loss)
             after_step()
 
-        self.memory = measure_memory(step, self.trainer.model, self.trainer.optimizer)
+        trainer = self.trainer
+        self.memory = measure_memory(step, trainer.model, trainer.optimizer, trainer.ema)
         self._pause()
 
     def _resume(self) -> None:
