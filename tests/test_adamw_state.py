@@ -20,10 +20,12 @@ from ottava.optim.adamw import AdamW
 
 @pytest.mark.parametrize("master", MASTERS)
 def test_guard_leaves_everything_and_does_not_count(master):
+    states = "fp32" if master == "fp32" else "8bit"
+
     def make():
         torch.manual_seed(3)
         p = parameter(torch.randn(64, 64))
-        return p, AdamW([p], master=master, states="8bit", weight_decay=0.0, lr=1e-2)
+        return p, AdamW([p], master=master, states=states, weight_decay=0.0, lr=1e-2)
 
     (p, opt), (q, plain) = make(), make()
     g = torch.randn(3, 64, 64)
@@ -42,7 +44,7 @@ def test_guard_leaves_everything_and_does_not_count(master):
     opt.step(found_inf=ok), plain.step()
     # The same but for random bits: bias corrections do not count the skipped step.
     assert opt.state[p]["step"] == 3 and plain.state[q]["step"] == 2
-    assert (value(p) - value(q)).abs().mean() < 2e-3
+    assert (value(p) - value(q)).abs().mean() < (1e-7 if master == "fp32" else 2e-3)
 
 
 def test_grad_scale_divides():

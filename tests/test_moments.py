@@ -51,6 +51,15 @@ def test_moment_rounding_is_unbiased():
         assert ((got.double().mean(0) - x[0]).abs() < 5 * 0.5 * step / math.sqrt(draws)).all()
 
 
+def test_v_is_unbiased_where_codes_are_far_apart():
+    """60 binades in a group: codes 18 % apart. Rounding in log v would be 0.4 % off on average,
+    which a slow average multiplies by 1 / (1 - beta2)."""
+    v = torch.exp2(-60 * torch.rand(1 << 11, 128))
+    random = ref_random_bits(torch.arange(v.numel()), 3).view(v.shape) & 0x3FF
+    back = ref_decode_v(*ref_encode_v(v, random))
+    assert abs((back / v).double().mean() - 1) < 8e-4
+
+
 def test_zeros_stay_zero_and_nothing_else_becomes_zero():
     x = torch.zeros(4, 128)
     x[0, :5] = torch.tensor([1e-38, 1e-20, 1.0, 3e-39, 1e-44])
