@@ -25,7 +25,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -138,7 +138,7 @@ def compare(
     result = {
         "name": run.name,
         "model": run.model.name or run.model.path,
-        "baseline": BASELINE if BASELINE in rows else names[0],
+        "baseline": baseline_of(rows.values()),
         "memory_source": "allocator" if device == "cuda" else "tensors",
         "steps": run.train.steps,
         "tokens_per_step": _tokens_per_step(run),
@@ -283,6 +283,14 @@ def _set_speed(row: dict[str, Any]) -> dict[str, Any]:
     row["tok_per_s"] = statistics.median(row["tok_per_s_each"])
     row["step_ms"] = 1e3 * row["tokens_per_step"] / row["tok_per_s"]
     return row
+
+
+def baseline_of(rows: Iterable[dict[str, Any]]) -> str:
+    """What gaps are measured from: amp where it was asked for, else the first preset that ran."""
+    rows = list(rows)
+    ran = [row["name"] for row in rows if row["status"] == "ok"]
+    asked = BASELINE in (row["name"] for row in rows)
+    return BASELINE if asked or not ran else ran[0]
 
 
 def add_gaps(result: dict[str, Any]) -> None:

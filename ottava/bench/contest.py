@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..memory import GIB, estimate_memory, measure_memory
-from .compare import BASELINE, add_gaps, write_comparison
+from .compare import add_gaps, baseline_of, write_comparison
 from .kernels import KernelsRed, require_green, verify
 from .machine import describe_how, describe_machine
 from .peers import OURS, PEERS, VARIANTS, Variant
@@ -156,7 +156,7 @@ def contest(
         "name": workload.name,
         "model": f"{workload.model}: {workload.summary}",
         "workload": {"batch": workload.batch, "length": workload.length},
-        "baseline": BASELINE,
+        "baseline": baseline_of(rows),
         "memory_source": "allocator",
         "steps": STEPS,
         "tokens_per_step": workload.tokens,

@@ -40,7 +40,7 @@ def comparison_table(result: Mapping[str, Any]) -> Group:
             f"{row['tok_per_s']:,.0f}",
             *([f"{row['tok_per_s'] / floor:.0%}"] if floor else []),
             f"{loss if math.isfinite(loss) else row['final_loss']:.4f}",
-            f"{row['gap']:+.4f}",
+            f"{row['gap']:+.4f}" if math.isfinite(row["gap"]) else "-",
         )
     lines = [f"{r['name']}: {r['status']}: {r['reason']}" for r in result["rows"] if r not in rows]
     lines += [f"{r['name']}: {note}" for r in rows for note in r.get("notes", ())]
