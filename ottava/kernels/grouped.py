@@ -242,15 +242,17 @@ def cuda_grouped_grad_weight(
     """A per-tensor FP8 GEMM an expert, straight into its slice of the gradient."""
     out = torch.empty(ends.shape[0], rows_a, rows_b, dtype=out_dtype, device=a.device)
     direct = has_fp8_unit(a.device) and rows_a % 16 == 0 and rows_b % 16 == 0
+    # cuBLASLt reads a scale through a pointer that must be 16-byte aligned: one scale in four.
+    a_scale, b_scale = (torch.nn.functional.pad(s.view(-1, 1), (0, 3)) for s in (a_scale, b_scale))
     for e, left, right in _each_expert(a, b, ends, host_ends, rows_a, rows_b):
         if left is None:
             out[e].zero_()
         elif direct:
-            fp8_matmul_into(out[e], left, a_scale[e], right, b_scale[e], fast_accum)
+            fp8_matmul_into(out[e], left, a_scale[e, :1], right, b_scale[e, :1], fast_accum)
         else:
             pair = (
-                Quantized(left, a_scale[e : e + 1], "tensor"),
-                Quantized(right, b_scale[e : e + 1], "tensor"),
+                Quantized(left, a_scale[e, :1], "tensor"),
+                Quantized(right, b_scale[e, :1], "tensor"),
             )
             out[e] = gemm(*pair, out_dtype=out_dtype, fast_accum=fast_accum)
     return out
