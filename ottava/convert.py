@@ -14,10 +14,12 @@ from torch import nn
 
 from .kernels.gemm import has_fp8_unit
 from .layers import attention as attention_layer
+from .layers.decoder import Block, block_class, link_blocks
 from .layers.embedding import Embedding
 from .layers.experts import Experts
 from .layers.head import ChunkedCausalLM, chunked_class, why_whole
 from .layers.linear import Linear
+from .layers.mixed import mixed_class
 from .layers.mlp import GatedMLP
 from .layers.norm import LayerNorm, RMSNorm
 from .numerics.policy import Plan, Policy, Row, get_policy
@@ -97,6 +99,7 @@ def convert(
             )
     for number, row in enumerate(plan.rows):
         _apply(modules[row.name], row, plan, number, activations)
+    link_blocks(modules)
     model._ottava_plan = plan
     return model
 
@@ -109,6 +112,8 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
         return _tag_parameters(module, row, number)
     if row.kind == "causal_lm":
         return _swap_causal_lm(module)
+    if row.kind == "block":
+        return _swap_block(module)
     if row.kind == "attention" and original_class(module).__module__.startswith("transformers."):
         return attention_layer.convert_hf(module, row.recipe, _out_cast(row, plan))
     target = _CLASSES.get(row.kind)
@@ -140,7 +145,7 @@ def _swap(module: nn.Module, target: type, settings: dict) -> None:
         cls = module.__dict__["_ottava_class"] = type(module)
         own = cls.__module__.startswith("torch.nn.") or not issubclass(cls, target.__base__)
         # A user's subclass of nn.Linear keeps its attributes and methods beside our forward.
-        module.__class__ = target if own else type(cls.__name__, (target, cls), {})
+        module.__class__ = target if own else mixed_class(target, cls)
     for name, value in settings.items():
         module.__dict__[name] = value
     known = module.__dict__.get("_ottava_settings", ())
@@ -152,6 +157,13 @@ def _swap_causal_lm(model: nn.Module) -> None:
     if not issubclass(cls, ChunkedCausalLM) and why_whole(model) is None:
         model.__dict__["_ottava_class"] = cls
         model.__class__ = chunked_class(cls)
+
+
+def _swap_block(module: nn.Module) -> None:
+    if not isinstance(module, Block):
+        module.__dict__["_ottava_class"] = type(module)
+        module.__dict__["_ottava_settings"] = ("next_norm",)
+        module.__class__ = block_class(type(module))
 
 
 def _tag_parameters(module: nn.Module, row: Row, number: int) -> None:

@@ -26,7 +26,9 @@ class GatedMLPFunction(torch.autograd.Function):
     """Three linears and the gate between them, under one recipe (FP8 or storage)."""
 
     @staticmethod
-    def forward(ctx, x_MH, w_gate, w_up, w_down, rows, rows_scale, kept, kept_scale, hows, recompute):
+    def forward(
+        ctx, x_MH, w_gate, w_up, w_down, rows, rows_scale, kept, kept_scale, hows, recompute
+    ):
         ctx.hows, ctx.recompute, ctx.x_dtype = hows, recompute, x_MH.dtype
         how_gate, how_up, how_down = hows
         x_q = Quantized(rows, rows_scale, how_gate.recipe.input.granularity)

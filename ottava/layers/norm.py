@@ -130,7 +130,9 @@ class LayerNorm(_Norm, nn.LayerNorm):
 def _run(norm: RMSNorm | LayerNorm, x, residual=None, *, passes: bool = False):
     """(y, h) in the shape of x; y carries its codes. h as in `NormFunction`."""
     is_rms = isinstance(norm, RMSNorm)
-    eps = norm.eps if not is_rms else norm.__dict__.get("variance_epsilon", norm.__dict__.get("eps"))
+    eps = (
+        norm.eps if not is_rms else norm.__dict__.get("variance_epsilon", norm.__dict__.get("eps"))
+    )
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     weight, bias = norm.weight, None if is_rms else norm.bias
     recipe, how = recipe_in_force(norm.recipe), None

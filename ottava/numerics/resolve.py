@@ -47,6 +47,10 @@ _HF_ATTENTION = {
     f"transformers.models.{m}.modeling_{m}.{c}Attention"
     for m, c in {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}.items()
 }
+# Decoder layers that are x + attention(norm(x)), then h + mlp(norm(h)), with nothing between.
+_BLOCKS = {f"{_MODELS}blocks.DecoderLayer"} | {
+    p.removesuffix("Attention") + "DecoderLayer" for p in _HF_ATTENTION
+}
 
 
 def original_class(module: nn.Module) -> type:
@@ -57,7 +61,8 @@ def original_class(module: nn.Module) -> type:
 def kind_of(module: nn.Module, name: str, parent: nn.Module | None) -> str | None:
     """What a module is to the plan, or None where it holds nothing that the plan decides.
 
-    Kinds: linear, norm, layernorm, mlp, attention, experts, router, embedding, head, causal_lm.
+    Kinds: linear, norm, layernorm, mlp, attention, block, experts, router, embedding, head,
+    causal_lm.
     By exact class or by structure, never by a part of a class name.
     """
     cls = original_class(module)
@@ -78,6 +83,8 @@ def kind_of(module: nn.Module, name: str, parent: nn.Module | None) -> str | Non
         return {"AttentionCore": "attention"}.get(cls.__name__, cls.__name__.lower())
     if path in _HF_ATTENTION:
         return "attention"
+    if path in _BLOCKS:
+        return "block"
     parameters = dict(module.named_parameters(recurse=False))
     if {"gate_up_proj", "down_proj"} <= set(parameters) and parameters["down_proj"].dim() == 3:
         return "experts"
@@ -163,6 +170,8 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
         return replace(row, reason=f"kept by {glob!r}")
     if kind in ("embedding", "router"):
         return replace(row, reason=f"{kind}: high by policy {policy.name!r}")
+    if kind == "block":
+        return replace(row, reason="residual sums inside its norms")
     if kind == "head":
         return replace(row, reason=f"output head: high by policy {policy.name!r}")
     if kind == "linear":
