@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ottava.kernels import split
 from ottava.kernels.cast import quantize, scale_from_amax
 from ottava.kernels.random import ref_random_bits
 from ottava.kernels.split import (
@@ -195,6 +196,21 @@ def test_gradients_on_codes_are_bf16_and_optimizer_sees_them():
     torch.testing.assert_close(p.grad.float(), 2 * p.dequantize(), rtol=2**-8, atol=0)
 
 
+def test_packing_in_pieces_is_packing(monkeypatch):
+    for w, cast in (
+        (torch.randn(7, 30), POW2),
+        (torch.randn(5, 4, 6), POW2),
+        (torch.randn(9), None),
+    ):
+        whole = split_parameter(nn.Parameter(w.clone()), 8, cast)
+        monkeypatch.setattr(split, "_CHUNK", 70)
+        pieces = split_parameter(nn.Parameter(w.clone()), 8, cast)
+        monkeypatch.undo()
+        assert equal(whole.data, pieces.data) and equal(whole.residual, pieces.residual)
+    with pytest.raises(ValueError, match="only a Parameter"):
+        split_parameter(nn.UninitializedParameter(), 8, None)
+
+
 def test_a_moved_or_cast_split_weight_is_refused():
     p = split_parameter(nn.Parameter(torch.randn(16, 16)), 8, POW2)
     p.data = p.data.float()
@@ -211,6 +227,7 @@ def test_fake_parameters_can_be_split():
         assert isinstance(p, SplitParameter) and p.dtype == torch.float8_e4m3fn
         assert p.residual.shape == (64, 64) and p.scale.shape == (1,)
         assert unpack_split(p.data, p.residual, p.scale).dtype == torch.float32
+        assert p.dequantize(torch.bfloat16).dtype == torch.bfloat16
     assert not isinstance(nn.Parameter(torch.ones(1)), SplitParameter)
 
 

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..numerics.recipe import Cast
 from .op import operator, tl, triton
@@ -218,7 +219,7 @@ def pack_split(
     Rounds to the nearest cell, or stochastically with `random` (int32 per element in
     [0, 2**(20 - residual_bits)), 16 instead of 20 for BF16). ValueError for other residual_bits.
     """
-    if residual_bits not in (8, 16):
+    if residual_bits not in _RESIDUAL_DTYPES:
         raise ValueError(f"residual_bits: {residual_bits} is not 8 or 16")
     w = w.contiguous()
     if scale is None:
@@ -227,7 +228,7 @@ def pack_split(
     else:
         code, residual = ref_encode_codes(w / scale, residual_bits, random)
         code = code.view(torch.float8_e4m3fn)
-    return Split(code, residual.to(torch.int8 if residual_bits == 8 else torch.int16), scale)
+    return Split(code, residual.to(_RESIDUAL_DTYPES[residual_bits]), scale)
 
 
 def unpack_split(
@@ -292,6 +293,8 @@ class SplitParameter(nn.Parameter, metaclass=_SplitMeta):
 
 
 _SPLIT_DTYPES = (torch.float8_e4m3fn, torch.bfloat16)
+_RESIDUAL_DTYPES = {8: torch.int8, 16: torch.int16}
+_CHUNK = 1 << 24
 
 
 def _fields(p: SplitParameter) -> tuple:
@@ -311,9 +314,11 @@ def adopt_split(
 ) -> SplitParameter:
     """Turn `p`, in place, into the SplitParameter that holds `split`. Returns p."""
     p.data = split.codes
-    if isinstance(p, SplitParameter) or type(p) is nn.Parameter:
+    if type(p) is FakeTensor:
+        p._is_split = True
+        p.dequantize = lambda dtype=torch.float32: SplitParameter.dequantize(p, dtype)
+    else:
         p.__class__ = SplitParameter
-    p._is_split = True
     p.residual, p.scale, p.amax, p.cast = split.residual, split.scale, amax, cast
     if cast is not None:
         p._ottava_cast = cast
@@ -330,22 +335,43 @@ def split_parameter(p: nn.Parameter, residual_bits: int, cast: Cast | None) -> S
 
     cast: its Cast where an FP8 GEMM reads the weight (e4m3, per tensor, pow2): the codes are then
     those the GEMM's own cast would make. None: a BF16 split. Any gradient on p is dropped.
+    ValueError for a subclass of Parameter, which could not stay one.
     """
-    w = p.detach().float()
+    if type(p) not in (nn.Parameter, SplitParameter, FakeTensor):
+        raise ValueError(f"a {type(p).__name__} cannot become a split master; only a Parameter can")
+    w = p.detach()
     amax = scale = None
     if cast is not None:
         amax = weight_amax(w)
         scale = shape_scale(scale_from_amax(amax, cast), w)
+    split = Split(
+        torch.empty(w.shape, dtype=_SPLIT_DTYPES[cast is None], device=w.device),
+        torch.empty(w.shape, dtype=_RESIDUAL_DTYPES[residual_bits], device=w.device),
+        scale,
+    )
+    _pack_into(split, w, residual_bits)
     p.grad = None
-    return adopt_split(p, pack_split(w, scale, residual_bits), amax, cast)
+    return adopt_split(p, split, amax, cast)
 
 
 def store_split(p: SplitParameter, w: torch.Tensor) -> None:
     """Write master weight `w` into an existing SplitParameter, keeping its tensors."""
-    w = w.detach().to(p.device, torch.float32)
+    w = w.detach().to(p.device)
     if p.scale is not None:
         p.amax.copy_(weight_amax(w))
         p.scale.copy_(shape_scale(scale_from_amax(p.amax, p.cast), w))
-    split = pack_split(w, p.scale, 8 * p.residual.element_size())
-    p.data.copy_(split.codes)
-    p.residual.copy_(split.residual)
+    _pack_into(Split(p.data, p.residual, p.scale), w, 8 * p.residual.element_size())
+
+
+def _pack_into(split: Split, w: torch.Tensor, residual_bits: int) -> None:
+    """Pack `w` into the tensors of `split`, some rows at a time: packing takes 24 bytes an element."""
+    rows = max(1, _CHUNK * w.shape[0] // max(1, w.numel())) if w.dim() else 1
+    pieces = (t.split(rows) if t.dim() else [t] for t in (w, split.codes, split.residual))
+    parts = zip(*pieces, strict=True)
+    for i, (part, codes, residual) in enumerate(parts):
+        scale = split.scale
+        if scale is not None and scale.dim() == 3:
+            scale = scale[i * rows : (i + 1) * rows]
+        packed = pack_split(part.float(), scale, residual_bits)
+        codes.copy_(packed.codes)
+        residual.copy_(packed.residual)
