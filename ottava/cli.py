@@ -42,7 +42,8 @@ app = typer.Typer(
 out = Console(highlight=False, markup=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
-RunFile = Annotated[Path, typer.Argument(help="A run file (TOML), such as runs/demo.toml.")]
+_RUN_FILE = typer.Argument(help="A run file (TOML), such as runs/demo.toml.")
+RunFile = Annotated[Path, _RUN_FILE]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value ...: change keys of the run file.")
 ]
@@ -252,39 +253,63 @@ def _planned(run: Run, device: str) -> Plan | None:
 
 @app.command()
 def compare(
-    run_file: RunFile,
+    run_file: Annotated[Path | None, _RUN_FILE] = None,
     overrides: Overrides = None,
     presets: Annotated[
         str, typer.Option(help="Presets to compare, with commas; all that apply unless given.")
     ] = "",
     repeats: Annotated[int, typer.Option(help="Timed slices of each preset.", min=1)] = 3,
+    workload: Annotated[
+        str, typer.Option(help="In place of a run file: W1, W2, W3, W4, tiny or base (GPU).")
+    ] = "",
+    peers: Annotated[
+        bool, typer.Option("--peers", help="With --workload: other systems too.")
+    ] = False,
     as_json: Json = False,
 ) -> int:
     """Train the same run under several presets: peak memory by category, tokens/s, loss gap.
 
     Writes compare.json and report.html into the run's folder. A preset that fails does not stop
-    the others; the exit code is then 1.
+    the others; the exit code is then 1. A workload goes on where it was when it was stopped.
     """
-    from .config import load_run
-
+    names = [n.strip() for n in presets.split(",") if n.strip()]
     with _request():
-        run = load_run(run_file, overrides or ())
-        names = [n.strip() for n in presets.split(",") if n.strip()]
-        for name in names:
-            run.with_preset(name).check()
-        from .bench.compare import compare as measure
-        from .bench.table import comparison_table
-        from .prepare import build_model
-        from .train.data import load_data
-
-        load_data(run, vocab_size=build_model(run, "meta").config.vocab_size)
-        result = measure(run, names or None, repeats=repeats, quiet=as_json)
+        if workload:
+            result, folder = _contest(workload, peers, names, repeats)
+        else:
+            result, folder = _compare(run_file, overrides, names, repeats, as_json)
     if as_json:
         _print_json(result)
     else:
+        from .bench.table import comparison_table
+
         out.print(comparison_table(result))
-        out.print(f"{run.out}/compare.json\n{run.out}/report.html")
+        out.print(f"{folder}/compare.json\n{folder}/report.html")
     return FAILED if any(row["status"] == "failed" for row in result["rows"]) else DONE
+
+
+def _compare(run_file: Path | None, overrides, names: list[str], repeats: int, quiet: bool):
+    from .config import load_run
+
+    if run_file is None:
+        raise ValueError("compare: give a run file (runs/demo.toml), or --workload")
+    run = load_run(run_file, overrides or ())
+    for name in names:
+        run.with_preset(name).check()
+    from .bench.compare import compare as measure
+    from .prepare import build_model
+    from .train.data import load_data
+
+    load_data(run, vocab_size=build_model(run, "meta").config.vocab_size)
+    return measure(run, names or None, repeats=repeats, quiet=quiet), run.out
+
+
+def _contest(workload: str, peers: bool, names: list[str], repeats: int):
+    from .bench.contest import choose, contest, the_workload
+
+    chosen, variants = the_workload(workload), choose(peers, names)
+    folder = Path("out") / workload
+    return contest(chosen, variants, repeats=repeats, out=folder), folder
 
 
 @app.command()

@@ -297,7 +297,13 @@ def test_a_workload_that_cannot_fit_says_so_first(monkeypatch):
 def test_wrong_names_and_no_gpu_are_refused(capsys):
     assert contest_module.main(["W1", "--only", "nothing"]) == 2
     assert "choose from fp32" in capsys.readouterr().err
+    from ottava.cli import main
+
+    assert main(["compare", "--workload", "W9"]) == main(["compare"]) == 2
+    said = capsys.readouterr().err
+    assert "'W9' is not one of W1, W2" in said and "give a run file" in said
     if not torch.cuda.is_available():
+        assert main(["compare", "--workload", "W1", "--peers"]) == 2
         assert kernels.main([]) == 2 and "without a GPU" in capsys.readouterr().err
 
 

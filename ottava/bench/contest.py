@@ -227,13 +227,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--child", choices=list(VARIANTS), help=argparse.SUPPRESS)
     parser.add_argument("--raw", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
-    workload = WORKLOADS[options.workload]
     if options.child:
-        return _child(options.child, workload, options.raw)
+        return _child(options.child, WORKLOADS[options.workload], options.raw)
     try:
         variants = choose(options.peers, options.only)
-        if not torch.cuda.is_available():
-            raise ValueError("workloads are for a GPU, and torch finds none here")
+        workload = the_workload(options.workload)
         result = contest(
             workload, variants, repeats=options.repeats, seconds=options.seconds,
             out=options.out or Path("out") / workload.name, commit=options.commit,
@@ -246,6 +244,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     Console(width=150).print(comparison_table(result))
     return 1 if any(row["status"] == "failed" for row in result["rows"]) else 0
+
+
+def the_workload(name: str) -> Workload:
+    """The workload called `name`. Raises ValueError for an unknown one, and without a GPU."""
+    if name not in WORKLOADS:
+        raise ValueError(f"workload: {name!r} is not one of {', '.join(WORKLOADS)}")
+    if not torch.cuda.is_available():
+        raise ValueError("workload: it is for a GPU, and torch finds none here")
+    return WORKLOADS[name]
 
 
 def choose(peers: bool, only: Sequence[str]) -> list[Variant]:
