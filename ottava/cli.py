@@ -307,9 +307,8 @@ def _compare(run_file: Path | None, overrides, names: list[str], repeats: int, q
 def _contest(workload: str, peers: bool, names: list[str], repeats: int):
     from .bench.contest import choose, contest, the_workload
 
-    chosen, variants = the_workload(workload), choose(peers, names)
-    folder = Path("out") / workload
-    return contest(chosen, variants, repeats=repeats, out=folder), folder
+    folder, variants = Path("out") / workload, choose(peers, names)
+    return contest(the_workload(workload), variants, repeats=repeats, out=folder), folder
 
 
 @app.command()
