@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 if TYPE_CHECKING:
     from .config import Run
@@ -142,32 +141,13 @@ def _options(
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this machine can do, which presets it gets and why, and what is missing."""
-    from .doctor import examine
+    from .doctor import examine, page
 
     facts = examine()
     if as_json:
         _print_json(facts)
         return
-    out.print("  ".join(f"{k} {v}" for k, v in facts["versions"].items() if v))
-    cpu = facts["cpu"]
-    out.print(f"CPU  {cpu['name']}, {cpu['cores']} cores, {cpu['memory_gib']} GiB")
-    for gpu in facts["gpus"]:
-        capability = ".".join(map(str, gpu["capability"]))
-        unit = "has" if gpu["fp8_unit"] else "has no"
-        out.print(
-            f"GPU  {gpu['name']}, {gpu['memory_gib']} GiB, capability {capability}: {unit} FP8 unit"
-        )
-    if not facts["gpus"]:
-        out.print("GPU  none that torch can use")
-    table = Table("preset", "here", "why", box=None, pad_edge=False)
-    for name, row in facts["presets"].items():
-        table.add_row(name, row["support"], row["why"])
-    out.print(table)
-    for name, row in facts["optional"].items():
-        found = row["version"] or f"not installed ({row['for']}): {row['install']}"
-        out.print(f"{name}: {found}")
-    for problem in facts["problems"]:
-        out.print(f"PROBLEM  {problem}")
+    out.print(page(facts))
 
 
 @app.command()

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from rich.console import Group
+from rich.table import Table
 
 from .bench.machine import version_of
 from .config import PRESETS, Preset
@@ -101,6 +103,32 @@ def examine() -> dict[str, Any]:
         },
         "problems": _problems(gpus, versions),
     }
+
+
+def page(facts: dict[str, Any]) -> Group:
+    """What `examine` found, for a terminal."""
+    cpu = facts["cpu"]
+    lines = [
+        "  ".join(f"{k} {v}" for k, v in facts["versions"].items() if v),
+        f"CPU  {cpu['name']}, {cpu['cores']} cores, {cpu['memory_gib']} GiB",
+    ]
+    for gpu in facts["gpus"]:
+        capability = ".".join(map(str, gpu["capability"]))
+        unit = "has an" if gpu["fp8_unit"] else "has no"
+        lines.append(
+            f"GPU  {gpu['name']}, {gpu['memory_gib']} GiB, capability {capability}: {unit} FP8 unit"
+        )
+    if not facts["gpus"]:
+        lines.append("GPU  none that torch can use")
+    table = Table("preset", "here", "why", box=None, pad_edge=False)
+    for name, row in facts["presets"].items():
+        table.add_row(name, row["support"], row["why"])
+    more = [
+        f"{name}: {row['version'] or 'not installed (' + row['for'] + '): ' + row['install']}"
+        for name, row in facts["optional"].items()
+    ]
+    more += [f"PROBLEM  {problem}" for problem in facts["problems"]]
+    return Group(*lines, table, *more)
 
 
 def _problems(gpus: list[Gpu], versions: dict[str, str | None]) -> list[str]:
