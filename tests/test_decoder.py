@@ -190,6 +190,19 @@ def test_recompute_changes_no_bit(name, recipe, way):
         assert_same(step(model), want, 0.0)
 
 
+@pytest.mark.parametrize("name", ["llama", "mimo"])
+def test_recompute_of_split_masters_changes_no_bit(name):
+    """What runs again finds the parameters, not bare copies of their codes."""
+    steps = []
+    for recompute in (False, True):
+        model = model_of(name, "tensor")
+        ottava.AdamW(model.parameters(), lr=1e-3, master="split16", states="8bit")
+        if recompute:
+            wrap_recompute(model, "layer", None, lambda: ottava.autocast())
+        steps.append(step(model))
+    assert_same(*steps, 0.0)
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_layer_keeps_no_more_than_a_plain_one(recompute):
     sizes = []

@@ -24,7 +24,7 @@ from ..kernels.rope import rope, rope_int8
 from ..numerics.recipe import Cast, Recipe
 from .autocast import recipe_in_force
 from .linear import compute_dtype, grad_dtype_of, weight_values
-from .saved import Kept, carry, transposes
+from .saved import Kept, carry, save, saved, transposes
 
 _log = logging.getLogger("ottava")
 _HEAD_ROW = Cast(granularity="row")  # e4m3, one scale per row of head dim
@@ -118,14 +118,14 @@ class AttentionFunction(torch.autograd.Function):
             documents=documents,
         )  # fmt: skip
         ctx.shape = tuple(out.shape)
-        saved = (*kept_q, *kept_k, *how.store(v))
+        qkv, rest = (*kept_q, *kept_k, *how.store(v)), (lse, cos, sin, documents)
         if how.out_cast is None:
-            ctx.save_for_backward(*saved, out, None, lse, cos, sin, sinks, documents)
+            save(ctx, *qkv, out, None, *rest, parameters=(sinks,))
             return out, None, None, None, None
         rows, kept = how.output_codes(out)
         codes = (rows.codes, rows.scale, kept.q.codes, kept.q.scale)
         ctx.mark_non_differentiable(*codes)
-        ctx.save_for_backward(*saved, *codes[2:], lse, cos, sin, sinks, documents)
+        save(ctx, *qkv, *codes[2:], *rest, parameters=(sinks,))
         return out, *codes
 
     @staticmethod
@@ -133,7 +133,7 @@ class AttentionFunction(torch.autograd.Function):
         if grad_out is None:
             return (None,) * 8
         how, batch, (heads, groups) = ctx.how, ctx.shape[0], ctx.heads
-        *qkv, out, out_scale, lse, cos, sin, sinks, documents = ctx.saved_tensors
+        *qkv, out, out_scale, lse, cos, sin, documents, sinks = saved(ctx)
         q = how.restore(*qkv[:2], batch, heads)
         k = how.restore(*qkv[2:4], batch, groups)
         v = how.restore(*qkv[4:], batch, groups)

@@ -29,7 +29,7 @@ from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe
 from .autocast import HIGH, recipe_in_force
 from .linear import compute_dtype, grad_dtype_of, plain_weight, weight_values
-from .saved import clock
+from .saved import clock, save, saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,19 +259,16 @@ class ExpertsFunction(torch.autograd.Function):
             else (x.codes.codes, x.codes.scale, x.amax)
         )
         h, gate_up = _inner(how, x, groups, w_gate_up, row_weight)
-        saved = [None] * 4 if recompute else gate_up
-        ctx.save_for_backward(
-            *kept, *saved, row_weight, groups.position, groups.ends, w_gate_up, w_down
-        )
+        gate_up = [None] * 4 if recompute else gate_up
+        order = row_weight, groups.position, groups.ends
+        save(ctx, *kept, *gate_up, *order, parameters=(w_gate_up, w_down))
         y_PH = how.output(how.input(h), groups, w_down)
         return grouped.sum_rows(y_PH, groups.position)
 
     @staticmethod
     def backward(ctx, grad_TH):
         how = ctx.how
-        values, scale, amax, *gate_up, row_weight, position, ends, w_gate_up, w_down = (
-            ctx.saved_tensors
-        )
+        values, scale, amax, *gate_up, row_weight, position, ends, w_gate_up, w_down = saved(ctx)
         wants_x, wants_weight, wants_gate_up, wants_down = ctx.needs_input_grad[:4]
         groups = Groups.again(position, ends, *ctx.host)
         x = _kept(how, values, scale, amax, groups.token)

@@ -25,7 +25,7 @@ from ..kernels.random import make_key
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe, get_recipe
 from .autocast import HIGH, recipe_in_force
-from .saved import AmaxHistory, Kept, clock, codes_of, noted_amax, transposes
+from .saved import AmaxHistory, Kept, clock, codes_of, noted_amax, save, saved, transposes
 
 
 def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:
@@ -168,14 +168,14 @@ class LinearFunction(torch.autograd.Function):
             kept, kept_scale = x_MK, None
         elif kept is None:
             kept, kept_scale = rows, rows_scale
-        ctx.save_for_backward(kept, kept_scale, weight_NK)
+        save(ctx, kept, kept_scale, parameters=(weight_NK,))
         x_q = None if rows is None else Quantized(rows, rows_scale, how.recipe.input.granularity)
         return how.output(x_MK, x_q, weight_NK, bias_N)
 
     @staticmethod
     def backward(ctx, grad_MN):
         how = ctx.how
-        kept, kept_scale, weight = ctx.saved_tensors
+        kept, kept_scale, weight = saved(ctx)
         wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         grad_MN = grad_MN.contiguous()
         rows, cols = how.grad_codes(grad_MN, rows=wants_x, cols=wants_w, amax=noted_amax(grad_MN))

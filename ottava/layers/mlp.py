@@ -19,7 +19,7 @@ from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe
 from .autocast import recipe_in_force
 from .linear import Linear, flat
-from .saved import Kept, codes_of, noted_amax
+from .saved import Kept, codes_of, noted_amax, save, saved
 
 
 class GatedMLPFunction(torch.autograd.Function):
@@ -38,14 +38,14 @@ class GatedMLPFunction(torch.autograd.Function):
         gate_up = [None] * 4 if recompute else gate_up
         if kept is None:
             kept, kept_scale = rows, rows_scale
-        ctx.save_for_backward(kept, kept_scale, *gate_up, w_gate, w_up, w_down)
+        save(ctx, kept, kept_scale, *gate_up, parameters=(w_gate, w_up, w_down))
         h_q = how_down.cast(0, h, "rows", amax) if how_down.recipe.output.fp8 else None
         return how_down.output(h, h_q, w_down)
 
     @staticmethod
     def backward(ctx, grad_MH):
         how_gate, how_up, how_down = ctx.hows
-        kept, kept_scale, *gate_up, w_gate, w_up, w_down = ctx.saved_tensors
+        kept, kept_scale, *gate_up, w_gate, w_up, w_down = saved(ctx)
         wants_x, *wants_w = ctx.needs_input_grad[:4]
         kept = how_gate.kept(kept, kept_scale)
         if ctx.recompute:

@@ -22,7 +22,7 @@ from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
 from .linear import How, flat, grad_dtype_of, plain_weight, weight_values
-from .saved import AmaxHistory, carry, cast_input, note_amax
+from .saved import AmaxHistory, carry, cast_input, note_amax, save, saved
 
 _SLOT = "_ottava_normed"
 
@@ -45,10 +45,10 @@ class NormFunction(torch.autograd.Function):
         ctx.set_materialize_grads(False)  # the codes get no gradient: no zeros in their place
         ctx.grad_dtypes = [None if p is None else grad_dtype_of(p) for p in (weight_H, bias_H)]
         if how is None:
-            ctx.save_for_backward(y, None, rstd, weight_H, bias_H)
+            save(ctx, y, None, rstd, parameters=(weight_H, bias_H))
             return y, h, None, None, None, None
         rows, kept = cast_input(y, how, amax)
-        ctx.save_for_backward(kept.q.codes, kept.q.scale, rstd, weight_H, bias_H)
+        save(ctx, kept.q.codes, kept.q.scale, rstd, parameters=(weight_H, bias_H))
         codes = flat(rows, kept)
         ctx.mark_non_differentiable(*(c for c in codes if c is not None))
         return y, h, *codes
@@ -57,14 +57,14 @@ class NormFunction(torch.autograd.Function):
     def backward(ctx, grad_y, grad_h, *_):
         if grad_y is None:
             return grad_h, grad_h if ctx.adds else None, *[None] * 6
-        saved, scale, rstd, weight_H, bias_H = ctx.saved_tensors
+        codes, scale, rstd, weight_H, bias_H = saved(ctx)
         if scale is not None:
-            kept = ctx.how.kept(saved, scale)
+            kept = ctx.how.kept(codes, scale)
             if kept.is_cols:  # scales run along tokens: the values, for the length of this call
-                saved, scale = kept.values(grad_y.dtype).contiguous(), None
+                codes, scale = kept.values(grad_y.dtype).contiguous(), None
         w = None if weight_H is None else weight_values(weight_H, torch.float32)
         b = None if bias_H is None else weight_values(bias_H, torch.float32)
-        grad_y, operands = grad_y.contiguous(), (saved, scale, w)
+        grad_y, operands = grad_y.contiguous(), (codes, scale, w)
         if ctx.is_rms:
             grad_x, *grads, amax = norm_kernels.rms_norm_backward(grad_y, *operands, rstd, grad_h)
         else:

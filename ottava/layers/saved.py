@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..kernels import cast as cast_kernels
 from ..kernels.cast import Quantized
+from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast
 
 _SLOT = "_ottava_carried"
@@ -102,6 +103,21 @@ def codes_of(x: torch.Tensor, cast: Cast, how) -> tuple[Quantized, Kept]:
     if not torch.compiler.is_compiling():
         carry(x, cast, rows, kept)
     return rows, kept
+
+
+def save(ctx, *tensors: torch.Tensor | None, parameters: tuple = ()) -> None:
+    """Save `tensors`, then `parameters`, for backward. A split master is also held as it is: from a
+    stretch that runs again, autograd gives back a bare copy of its codes, without scale or class."""
+    ctx.masters = tuple(p if isinstance(p, SplitParameter) else None for p in parameters)
+    ctx.save_for_backward(*tensors, *parameters)
+
+
+def saved(ctx) -> tuple:
+    """What `save` was given."""
+    out, masters = ctx.saved_tensors, ctx.masters
+    first = len(out) - len(masters)
+    found = (s if m is None else m for s, m in zip(out[first:], masters, strict=True))
+    return *out[:first], *found
 
 
 def note_amax(grad: torch.Tensor, amax: torch.Tensor) -> None:
