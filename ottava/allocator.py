@@ -25,6 +25,10 @@ ROUND_SEGMENT = 2 << 20
 TRACE_ENTRIES = 2_000_000
 
 
+class TraceError(RuntimeError):
+    """The allocator's trace cannot be followed, so memory cannot be split by category."""
+
+
 def round_size(nbytes: int) -> int:
     """The bytes that a request for `nbytes` is rounded up to."""
     return max(MIN_BLOCK, -(-nbytes // MIN_BLOCK) * MIN_BLOCK)
@@ -77,6 +81,10 @@ class CachingAllocator:
         self.used[address] = block
         self.allocated += block
         return block
+
+    def is_free(self, address: int) -> bool:
+        """Whether a free block starts at `address`."""
+        return address in self._free
 
     def release(self, address: int) -> None:
         """Stop counting the block; it becomes reusable with `give_back`."""
@@ -234,6 +242,8 @@ class AllocatorRecorder:
             action, address, size = entry["action"], entry.get("addr", 0), entry["size"]
             if action == "alloc":
                 block_of[address], count = count, count + 1
+                if not allocator.is_free(address):
+                    raise TraceError(f"memory trace: block {address:#x} was not known to be free")
                 block = allocator.take(address, size)
                 timeline.events.append((block_of[address], block))
             elif action == "free_requested":
@@ -247,7 +257,7 @@ class AllocatorRecorder:
             elif action == "segment_free":
                 allocator.drop_segment(address)
             elif action in ("segment_map", "segment_unmap"):
-                raise RuntimeError(
+                raise TraceError(
                     "memory trace: expandable segments are on; unset expandable_segments in "
                     "PYTORCH_CUDA_ALLOC_CONF to see memory by category"
                 )

@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
-from .allocator import AllocatorRecorder
+from .allocator import AllocatorRecorder, TraceError
 from .config import PRESETS, ConfigError, Data, Model, Run
 from .lifetimes import CATEGORIES, MemoryTracker, Peak, follow, replay
 from .models import load
@@ -128,11 +128,13 @@ class MemoryReport:
 
 @dataclass(frozen=True)
 class Measured:
-    """A measured peak. `source`: "tensors" (CPU) or "allocator" (CUDA)."""
+    """A measured peak. `source`: "tensors" (CPU) or "allocator" (CUDA). `problem`: why there is no
+    split by category; empty where there is."""
 
     peak: Peak
     source: str
     reserved_bytes: int
+    problem: str = ""
 
 
 _TITLES = {
@@ -201,28 +203,35 @@ def measure_memory(
 
     `average`: the EMA that the step updates, if any.
 
-    On the CPU the exact sum of bytes alive in tensors; on CUDA the allocator's, whose replay must
-    agree with `torch.cuda.max_memory_allocated` (RuntimeError if not: the split would be wrong).
+    On the CPU the exact sum of bytes alive in tensors; on CUDA `torch.cuda.max_memory_allocated`,
+    split by category from the allocator's trace. Where that trace does not lead to the allocator's
+    own number there is no split, and `problem` says why.
     """
     device = next(model.parameters()).device
-    recorder = AllocatorRecorder(device) if device.type == "cuda" else MemoryTracker()
-    with recorder, follow(recorder, model, optimizer, average):
-        step()
-        recorder.start_span()
-        step()
-    peak = replay(recorder.timeline)
     if device.type != "cuda":
-        return Measured(peak=peak, source="tensors", reserved_bytes=0)
-    allocated = torch.cuda.max_memory_allocated(device)
-    if abs(allocated - peak.bytes) > AGREEMENT * allocated:
-        raise RuntimeError(
-            f"memory: the allocator's trace gives a peak of {peak.bytes:,} bytes, the allocator "
-            f"{allocated:,}; the split by category cannot be trusted"
-        )
-    reserved = torch.cuda.max_memory_reserved(device)
-    return Measured(
-        peak=replace(peak, bytes=allocated), source="allocator", reserved_bytes=reserved
-    )
+        with MemoryTracker() as tracker, follow(tracker, model, optimizer, average):
+            _second_of_two(step, tracker)
+        return Measured(peak=replay(tracker.timeline), source="tensors", reserved_bytes=0)
+    recorder, problem = AllocatorRecorder(device), ""
+    try:
+        with recorder, follow(recorder, model, optimizer, average):
+            _second_of_two(step, recorder)
+            allocated = torch.cuda.max_memory_allocated(device)
+            reserved = torch.cuda.max_memory_reserved(device)
+    except TraceError as error:
+        problem = str(error)
+    peak = replay(recorder.timeline)
+    if not problem and abs(allocated - peak.bytes) > AGREEMENT * allocated:
+        problem = f"memory trace: its peak is {peak.bytes:,} bytes, the allocator's {allocated:,}"
+    split = {} if problem else peak.by_category
+    peak = replace(peak, bytes=allocated, by_category=split)
+    return Measured(peak=peak, source="allocator", reserved_bytes=reserved, problem=problem)
+
+
+def _second_of_two(step: Callable[[], object], recorder) -> None:
+    step()
+    recorder.start_span()
+    step()
 
 
 def _from_config(config) -> nn.Module:

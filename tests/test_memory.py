@@ -5,7 +5,13 @@ import torch
 from tiny_run import tiny_run
 from torch import nn
 
-from ottava.allocator import AllocatorRecorder, CachingAllocator, block_sizes, round_size
+from ottava.allocator import (
+    AllocatorRecorder,
+    CachingAllocator,
+    TraceError,
+    block_sizes,
+    round_size,
+)
 from ottava.layers.saved import clock
 from ottava.lifetimes import CATEGORIES, MemoryTracker, Timeline, follow, replay
 from ottava.memory import estimate_memory, measure_memory, parameters_per_rank
@@ -186,6 +192,8 @@ def test_expandable_segments_are_refused():
     recorder._before = {"segments": [], "device_traces": [[]]}
     with pytest.raises(RuntimeError, match="expandable"):
         recorder._build([entry("segment_map", 0, 2 * MIB)])
+    with pytest.raises(TraceError, match="block 0x40 was not known"):
+        recorder._build([entry("alloc", 64, 512)])
 
 
 # ---- the planner ----

@@ -10,7 +10,8 @@ The result is plain data (written as compare.json; report.py draws it):
     name, model, baseline, memory_source ("tensors" | "allocator"), steps, tokens_per_step, repeats,
     machine, how (command, commit, time, versions), run, notes, seconds, rows: for every preset
         name, status ("ok" | "failed" | "not run"), reason, peak_bytes, peak_phase,
-        memory (bytes by category, adding up to peak_bytes), reserved_bytes, planned_bytes,
+        memory (bytes by category, adding up to peak_bytes; null where notes say why), notes,
+        reserved_bytes, planned_bytes,
         tok_per_s (median of tok_per_s_each), tok_per_s_each, step_ms, losses (each step),
         final_loss (mean of the last tenth), validation_loss, gap (to the baseline's validation loss;
         to its final loss where nothing is held out), skipped, fp8_modules, fp8_share
@@ -264,7 +265,8 @@ def _row(one: Contestant) -> dict[str, Any]:
         "status": "ok",
         "peak_bytes": memory.peak.bytes,
         "peak_phase": memory.peak.phase,
-        "memory": dict(memory.peak.by_category),
+        "memory": dict(memory.peak.by_category) or None,
+        "notes": [memory.problem] if memory.problem else [],
         "reserved_bytes": memory.reserved_bytes,
         "planned_bytes": estimate_memory(one.run, device=device).peak_bytes,
         "tok_per_s_each": one.tok_per_s,

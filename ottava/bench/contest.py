@@ -66,14 +66,11 @@ def measure_variant(variant: Variant, workload: Workload, seed: int = 0) -> dict
     built = variant.build(workload, seed)
     notes = variant.wrong_versions()
     losses = [built.step() for _ in range(WARMUP)]
-    memory, peak_phase = None, ""
-    try:
-        seen: list[float] = []
-        measured = measure_memory(lambda: seen.append(built.step()), built.model, built.optimizer)
-        losses += seen
-        memory, peak_phase = dict(measured.peak.by_category), measured.peak.phase
-    except RuntimeError as error:
-        notes.append(f"memory could not be split by category: {error}")
+    seen: list[float] = []
+    measured = measure_memory(lambda: seen.append(built.step()), built.model, built.optimizer)
+    losses += seen
+    memory: dict[str, int] | None = dict(measured.peak.by_category) or None
+    notes += [measured.problem] if measured.problem else []
     torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(STEPS):
@@ -95,7 +92,7 @@ def measure_variant(variant: Variant, workload: Workload, seed: int = 0) -> dict
         "reason": "",
         "notes": notes,
         "peak_bytes": peak,
-        "peak_phase": peak_phase,
+        "peak_phase": measured.peak.phase,
         "memory": memory,
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "step_ms_each": [1e3 * t for t in times],
