@@ -129,6 +129,8 @@ def cuda_gemm(
         out = _native_groups(a, a_scale, b, b_scale, b_grain, out_dtype)
     else:
         a, b = _pad(a, 1, 16), _pad(b, 16, 16)
+        # cuBLASLt wants scales at 16-byte addresses; a slice of a longer tensor may not be at one.
+        a_scale, b_scale = (s if s.data_ptr() % 16 == 0 else s.clone() for s in (a_scale, b_scale))
         b_scale = b_scale.t()
         extra = b.shape[0] - cols
         if extra and a_grain == "row":
@@ -183,6 +185,8 @@ def gemm(
             f"gemm: {a.granularity} x {b.granularity} is not one of "
             + ", ".join(f"{p} x {q}" for p, q in PAIRS)
         )
+    if a.granularity == "group" and torch.float8_e5m2 in (a.codes.dtype, b.codes.dtype):
+        raise ValueError("gemm: FP8 units take e4m3 only under 1 x 128 and 128 x 128 scales")
     if a.codes.shape[1] != b.codes.shape[1]:
         raise ValueError(f"gemm: K differs: {tuple(a.codes.shape)} @ {tuple(b.codes.shape)}^T")
     return _gemm(

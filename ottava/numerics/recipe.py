@@ -120,6 +120,13 @@ class Recipe:
             raise ValueError("Recipe: grad_output and weight are both e5m2; use e4m3 for one")
         if "e5m2" == self.grad_output.format == self.input.format and self.grad_weight.fp8:
             raise ValueError("Recipe: grad_output and input are both e5m2; use e4m3 for one")
+        if "group" in (self.input.granularity, self.grad_output.granularity):
+            casts = {"input": self.input, "weight": self.weight, "grad_output": self.grad_output}
+            wide = [n for n, c in casts.items() if c.format != "e4m3"]
+            if wide and self.any_fp8:
+                raise ValueError(
+                    f"Recipe: {wide[0]} is e5m2, and FP8 units take e4m3 only under 1 x 128 scales"
+                )
         grains = {"tensor", "row"} & {c.granularity for c in (self.input, self.grad_output)}
         blocks = {"group", "block"} & {
             c.granularity for c in (self.input, self.grad_output, self.weight)
