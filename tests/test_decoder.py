@@ -267,6 +267,18 @@ def test_copies_pickles_and_revert(name):
     assert not blocks(model) and not any("next_norm" in m.__dict__ for m in model.modules())
 
 
+def test_a_norm_and_its_linear_compile_as_one_graph():
+    model = ottava.convert(nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64, bias=False)))
+    x = torch.randn(16, 64, requires_grad=True)
+    grads = []
+    for run in (model, torch.compile(model, backend="eager", fullgraph=True)):
+        run(x).square().sum().backward()
+        grads.append((x.grad, model[0].weight.grad, model[1].weight.grad))
+        x.grad = None
+        model.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
 def test_the_plan_names_the_blocks():
     rows = [r for r in ottava.plan(family("llama")).rows if r.kind == "block"]
     assert [r.name for r in rows] == ["model.layers.0", "model.layers.1"]

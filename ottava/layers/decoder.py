@@ -46,7 +46,8 @@ class TransformersBlock(Block):
     """transformers' layers: keywords for the attention, which returns its weights as well."""
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> torch.Tensor:
-        kwargs |= dict(zip(_names(self._ottava_plain_class), args, strict=False))
+        if args:
+            kwargs |= dict(zip(_names(self._ottava_plain_class), args, strict=False))
         first, second = self.input_layernorm, self.post_attention_layernorm
         x = summed(first, hidden_states)
         attended, _ = self.self_attn(hidden_states=first(x), **kwargs)

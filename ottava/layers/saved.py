@@ -122,12 +122,16 @@ def saved(ctx) -> tuple:
 
 def note_amax(grad: torch.Tensor, amax: torch.Tensor) -> None:
     """Let the amax of a gradient (fp32, (1,)), found by the kernel that made it, travel with it."""
+    if torch.compiler.is_compiling():
+        return
     setattr(grad, _AMAX, (amax, grad._version))
 
 
 def noted_amax(grad: torch.Tensor) -> torch.Tensor | None:
     """The amax that travels with this gradient, or with the whole tensor that it is a view of;
     None where there is none, or the values have changed since."""
+    if torch.compiler.is_compiling():
+        return None
     noted = getattr(grad, _AMAX, None)
     if noted is None and grad._base is not None and grad.numel() == grad._base.numel():
         noted = getattr(grad._base, _AMAX, None)
