@@ -18,7 +18,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-CATEGORIES = ("weights", "master", "gradients", "moments", "activations", "temporary")
+CATEGORIES: tuple[str, ...] = (
+    "weights",
+    "master",
+    "gradients",
+    "moments",
+    "activations",
+    "temporary",
+)
 LARGEST = 16  # groups of storages that a peak names
 EMPTY = -1  # the number of every storage without bytes, which no event mentions
 PHASES = ("forward", "backward", "step", "idle")

@@ -212,7 +212,7 @@ def measure_memory(
         with MemoryTracker() as tracker, follow(tracker, model, optimizer, average):
             _second_of_two(step, tracker)
         return Measured(peak=replay(tracker.timeline), source="tensors", reserved_bytes=0)
-    recorder, problem = AllocatorRecorder(device), ""
+    recorder, problem, allocated, reserved = AllocatorRecorder(device), "", 0, 0
     try:
         with recorder, follow(recorder, model, optimizer, average):
             _second_of_two(step, recorder)

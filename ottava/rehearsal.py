@@ -218,14 +218,13 @@ class Rehearsal:
         tracker = MemoryTracker(held_on_cuda if cuda else None)
         try:
             with self._inside(), tracker:
-                if cuda:
-                    workspace = torch.empty(CUBLAS_WORKSPACE, dtype=torch.uint8)
+                # the name keeps it alive until both steps are over
+                workspace = torch.empty(CUBLAS_WORKSPACE if cuda else 0, dtype=torch.uint8)
                 with follow(tracker, self.model, self.optimizer, self.ema):
                     self._step()
                     tracker.start_span()
                     self._step()
-                if cuda:
-                    del workspace
+                del workspace
         finally:
             clock.seed, clock.step = self._clock
         if not cuda:

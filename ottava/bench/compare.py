@@ -73,7 +73,7 @@ class Contestant:
                 seconds.append(result.seconds)
             after_step()
         if seconds:
-            self.tok_per_s.append(result.tokens / statistics.median(seconds))
+            self.tok_per_s.append(_tokens_per_step(self.run) / statistics.median(seconds))
         self._pause()
 
     def measure(self, after_step: Callable[[], None]) -> None:
@@ -258,6 +258,7 @@ def _finish(one: Contestant) -> None:
 
 def _row(one: Contestant) -> dict[str, Any]:
     memory, trainer = one.memory, one.trainer
+    assert memory is not None  # measured before anything else
     last = one.losses[-max(1, len(one.losses) // 10) :]
     device = trainer.device.type
     row = {
