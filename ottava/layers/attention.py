@@ -23,8 +23,8 @@ from ..kernels.cast import Quantized
 from ..kernels.rope import rope, rope_int8
 from ..numerics.recipe import Cast, Recipe
 from .autocast import recipe_in_force
-from .linear import compute_dtype, grad_dtype_of, weight_values
 from .saved import Kept, carry, save, saved, transposes
+from .weights import compute_dtype, grad_dtype_of, weight_values
 
 _log = logging.getLogger("ottava")
 _HEAD_ROW = Cast(granularity="row")  # e4m3, one scale per row of head dim

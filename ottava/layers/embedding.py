@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.split import SplitParameter
-from .linear import plain_weight
+from .weights import plain_weight
 
 
 class Embedding(nn.Embedding):

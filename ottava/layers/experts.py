@@ -28,8 +28,8 @@ from ..kernels.random import make_key
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe
 from .autocast import HIGH, recipe_in_force
-from .linear import compute_dtype, grad_dtype_of, plain_weight, weight_values
 from .saved import clock, save, saved
+from .weights import compute_dtype, grad_dtype_of, plain_weight, weight_values
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from ..kernels.loss import linear_cross_entropy
-from .linear import compute_dtype, grad_dtype_of, weight_values
+from .weights import compute_dtype, grad_dtype_of, weight_values
 
 IGNORE_INDEX = -100
 

@@ -18,7 +18,8 @@ from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe
 from .autocast import recipe_in_force
-from .linear import Linear, flat
+from .how import flat
+from .linear import Linear
 from .saved import Kept, codes_of, noted_amax, save, saved
 
 

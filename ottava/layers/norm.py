@@ -21,8 +21,9 @@ from ..kernels import norm as norm_kernels
 from ..kernels.cast import Quantized
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
-from .linear import How, flat, grad_dtype_of, plain_weight, weight_values
+from .how import How, flat
 from .saved import AmaxHistory, carry, cast_input, note_amax, save, saved
+from .weights import grad_dtype_of, plain_weight, weight_values
 
 _SLOT = "_ottava_normed"
 

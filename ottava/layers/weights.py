@@ -1,0 +1,69 @@
+"""A weight as the GEMMs read it: its values or its codes, also where the parameter is a split master.
+
+Shapes: weight_NK, N out_features, K in_features.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..kernels import cast as cast_kernels
+from ..kernels.cast import Quantized
+from ..kernels.split import SplitParameter
+from ..numerics.recipe import Cast
+
+
+def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype in which autograd stores this parameter's gradient."""
+    if isinstance(parameter, SplitParameter):
+        return torch.bfloat16
+    if torch.compiler.is_compiling():  # grad_dtype cannot be traced; autograd casts afterwards
+        return parameter.dtype
+    return (parameter.grad_dtype if parameter.is_leaf else None) or parameter.dtype
+
+
+def weight_values(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight in `dtype`, also where the parameter holds codes of a split master."""
+    return weight.dequantize(dtype) if isinstance(weight, SplitParameter) else weight.to(dtype)
+
+
+def _stored_codes(weight: torch.Tensor, cast: Cast) -> Quantized | None:
+    """The codes that the parameter already is (split master), where they are of this cast."""
+    if not isinstance(weight, SplitParameter) or weight.cast != cast:
+        return None
+    return Quantized(weight.data, weight.scale, "tensor")
+
+
+def weight_rows(weight: torch.Tensor, cast: Cast) -> Quantized:
+    """Codes of weight_NK with scales along K: what the output GEMM reads."""
+    stored = _stored_codes(weight, cast)
+    if stored is not None:
+        return stored
+    return cast_kernels.quantize(weight_values(weight, _wide(weight)), cast)
+
+
+def weight_cols(weight: torch.Tensor, cast: Cast) -> Quantized:
+    """Codes of weight^T [K, N] with scales along N: what the grad_input GEMM reads."""
+    stored = _stored_codes(weight, cast)
+    if stored is not None:
+        return cast_kernels.transpose(stored)
+    return cast_kernels.quantize(weight_values(weight, _wide(weight)).t(), cast)
+
+
+def _wide(weight: torch.Tensor) -> torch.dtype:
+    return torch.float32 if isinstance(weight, SplitParameter) else weight.dtype
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """The dtype of the high-precision parts: autocast's where it is on, else the input's."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def plain_weight(module: nn.Module, destination: dict, prefix: str) -> None:
+    """Replace codes of a split master in a state dict by plain FP32 values: model
+    checkpoints hold no scales and no residuals."""
+    for name, parameter in module.named_parameters(recurse=False):
+        if isinstance(parameter, SplitParameter) and prefix + name in destination:
+            destination[prefix + name] = parameter.dequantize(torch.float32)
