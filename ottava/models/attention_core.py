@@ -29,13 +29,16 @@ def rotary_tables(positions: Tensor, dim: int, theta: float) -> tuple[Tensor, Te
 
 
 def rotate(x_BTHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first R of D dims by the tables ([T, R] or [B, T, R]); the others pass."""
+    """Rotate the first R of D dims by the tables ([T, R] or [B, T, R]); the others pass.
+    In the dtype of x, as Hugging Face's models do; the tables' angles are FP32."""
     width = cos.shape[-1]
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    turned = x_BTHD[..., :width].float()
+    cos, sin = (t.unsqueeze(-2).to(x_BTHD.dtype) for t in (cos, sin))
+    turned = x_BTHD[..., :width]
     first, second = turned.chunk(2, dim=-1)
     turned = turned * cos + torch.cat((-second, first), dim=-1) * sin
-    return torch.cat((turned.to(x_BTHD.dtype), x_BTHD[..., width:]), dim=-1)
+    if width == x_BTHD.shape[-1]:
+        return turned
+    return torch.cat((turned, x_BTHD[..., width:]), dim=-1)
 
 
 def _chunks(q: Tensor, k: Tensor, offset: int, window: int | None):
