@@ -65,6 +65,8 @@ class Train:
     eval_batches: int = key(8, "Micro-batches in one evaluation; 0: no evaluation.", low=0)
     checkpoint_every: int = key(0, "Save every so many steps; 0: only at the end.", low=0)
     keep_last: int = key(2, "Checkpoints kept.", low=1)
+    graph: str = key("auto", "Replay the step as a CUDA graph: auto (on a GPU, where it can be), "
+                     "on, off.", choices=("auto", "on", "off"))  # fmt: skip
     resume: str = key("auto", "auto (continue from the newest checkpoint in out), never, or the "
                       "path of a checkpoint.")  # fmt: skip
 

@@ -21,12 +21,15 @@ def wrap_recompute(
     which: str,
     plan: Plan | None,
     precision: Callable[[], AbstractContextManager],
+    *,
+    draws_random: bool = True,
 ) -> None:
     """Make the modules that `which` names recompute their forward in backward, in place.
 
     `precision()` is the 8-bit context of the running step: backward may run in another thread,
-    where a context entered around forward does not reach. Raises ValueError when the model has no
-    layers that it could name.
+    where a context entered around forward does not reach. draws_random: whether a layer may draw
+    random numbers; random states are then kept and put back, which a CUDA graph does not allow.
+    Raises ValueError when the model has no layers that it could name.
     """
     if which == "none":
         return
@@ -46,8 +49,17 @@ def wrap_recompute(
 
     for module in targets:
         module.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, module.forward, use_reentrant=False, context_fn=contexts
-        )
+            checkpoint, module.forward, use_reentrant=False, context_fn=contexts,
+            preserve_rng_state=draws_random,
+        )  # fmt: skip
+
+
+def restores_random_states(model: nn.Module) -> bool:
+    """Whether `wrap_recompute` made a module of `model` put random states back."""
+    forwards = (m.__dict__.get("forward") for m in model.modules())
+    return any(
+        isinstance(f, functools.partial) and f.keywords.get("preserve_rng_state") for f in forwards
+    )
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:

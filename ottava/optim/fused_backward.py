@@ -105,6 +105,10 @@ class FusedBackward:
             if self.clip == "previous":
                 self._clip_by(self.norm)
             self.found = self.found_inf
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Forget the running step: its backward did not come to an end."""
         self._norms, self.found_inf = {}, None
         self._done.clear()
 

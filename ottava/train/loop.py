@@ -86,6 +86,7 @@ class _Loop:
         self.loss = self.eval_loss = math.nan
         self.skips_in_a_row = 0
         self.was_eight_bit = trainer.plan is not None and trainer.in_eight_bits
+        self.graph_note = trainer.graph_note
         resumed = trainer.origin.checkpoint is not None
         self.metrics = MetricsWriter(
             config.out,
@@ -190,6 +191,10 @@ class _Loop:
             self.metrics.write("event", self.trainer.step, text=text)
             self.console.say(text)
         self.was_eight_bit = now
+        if self.graph_note != self.trainer.graph_note:
+            self.graph_note = self.trainer.graph_note
+            self.metrics.write("event", self.trainer.step, text=self.graph_note)
+            self.console.say(self.graph_note)
 
     def _evaluate(self) -> None:
         trainer = self.trainer
@@ -280,6 +285,7 @@ def _opening(trainer: Trainer, speed: Speed) -> list[str]:
     lines.append(f"model: {params / 1e6:,.1f} M parameters on {trainer.device}")
     emulated = trainer.settings.compute == "fp8" and not has_fp8_unit(trainer.device)
     lines.append(f"speed: percent is of {speed}" + (" (FP8 is emulated here)" if emulated else ""))
+    lines.append(f"launches: {trainer.graph_note}")
     if trainer.step:
         lines.append(f"continues after step {trainer.step} from {trainer.origin.checkpoint.path}")
     return lines

@@ -40,7 +40,9 @@ _FIXED = (
     "optimizer.states",
 )
 # Keys that never change the numbers: not worth a word.
-_SILENT = ("name", "out", "train.resume", "train.checkpoint_every", "train.keep_last", "log.")
+_SILENT = (
+    "name", "out", "train.resume", "train.checkpoint_every", "train.keep_last", "train.graph", "log.",
+)  # fmt: skip
 
 
 def random_state() -> dict[str, Any]:

@@ -26,15 +26,16 @@ from .. import prepare
 from ..config import Run
 from ..layers.autocast import autocast
 from ..layers.saved import clock, discard_amax
+from ..models.mimo import MiMoPreTrainedModel
 from ..models.moe import update_router_bias
 from ..optim.clip import fast_norm, grad_norm
 from ..optim.ema import EMA
 from ..optim.loss_scaler import GradScaler
 from ..optim.schedule import Schedule
 from ..recompute import wrap_recompute
-from . import checkpoint, loop, resume
+from . import captured, checkpoint, loop, resume
 from .data import load_data
-from .forward import inputs_of, mean_loss, window_loss
+from .forward import Batch, inputs_of, mean_loss, window_loss
 
 _AUTOCAST = {
     "autocast-bf16": torch.bfloat16,
@@ -75,7 +76,10 @@ class Trainer:
         self.data = load_data(run, vocab_size=prepare.vocab_size(run))
         self.model = prepare.build_model(run, self.device)
         self.plan = prepare.convert_for(run, self.model, self.device)
-        wrap_recompute(self.model, run.train.recompute, self.plan, self.eight_bit)
+        wrap_recompute(
+            self.model, run.train.recompute, self.plan, self.eight_bit,
+            draws_random=not isinstance(self.model, MiMoPreTrainedModel),
+        )  # fmt: skip
         self.optimizer = prepare.make_optimizer(run, self.model)
         self.handle = prepare.fuse(run, self.model, self.optimizer)
         self.scaler = _scaler(run)
@@ -92,6 +96,7 @@ class Trainer:
         self.origin = resume.find_origin(run, self.checkpoints)
         if self.origin.checkpoint is not None:
             self.origin.notes += resume.restore(self, self.origin.checkpoint)
+        self.captured, self._graph_note = captured.begin(self)
 
     # ---- the step ----
 
@@ -109,12 +114,34 @@ class Trainer:
         valid = sum(batch["num_valid"] for batch in window)
         tokens = sum(batch["input_ids"].numel() for batch in window)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        total = torch.zeros((), device=self.device)
+        take = self.launch_step if self.captured is None else self.captured.step
+        loss, norm, cause, stepped = take(window, valid)
 
+        self.schedule.step(stepped)
+        if stepped and self.ema is not None:
+            self.ema.update()
+        if not stepped:
+            discard_amax(self.parameters)
+            self.skipped += 1
+        update_router_bias(self.model, self.router_rate if stepped else 0.0)
+        self.optimizer.zero_grad(set_to_none=True)
+        torch.clear_autocast_cache()  # also where an outer autocast region would keep old weights
+        self.step += 1
+        self.tokens += tokens
+        return StepResult(
+            step=self.step, loss=loss, grad_norm=norm, tokens=tokens, lr=lr,
+            stepped=stepped, seconds=time.perf_counter() - started, cause=cause,
+        )  # fmt: skip
+
+    def launch_step(self, window: list[Batch], valid: int) -> tuple[float, float, str, bool]:
+        """Gradients and update of one step, launched by Python: (loss, gradient norm, cause,
+        stepped). captured.py has its twin, which replays it."""
+        total = torch.zeros((), device=self.device)
+        count = torch.full((), max(valid, 1), dtype=torch.int64, device=self.device)
         for batch in window:
             inputs = inputs_of(self.model, batch, self.device, self.config.data.document_mask)
             with self.precision():
-                loss = window_loss(self.model, inputs, batch["num_valid"], valid)
+                loss = window_loss(self.model, inputs, batch["num_valid"], valid, count)
             total += loss.detach()
             if self.handle is not None:
                 self.handle.guard(loss)
@@ -129,22 +156,7 @@ class Trainer:
             self.optimizer, grad_scale=self._grad_scale(norm)
         )
         self.scaler.update()
-
-        self.schedule.step(stepped)
-        if stepped and self.ema is not None:
-            self.ema.update()
-        if not stepped:
-            discard_amax(self.parameters)
-            self.skipped += 1
-        update_router_bias(self.model, self.router_rate if stepped else 0.0)
-        self.optimizer.zero_grad(set_to_none=True)
-        torch.clear_autocast_cache()  # also where an outer autocast region would keep old weights
-        self.step += 1
-        self.tokens += tokens
-        return StepResult(
-            step=self.step, loss=loss_value, grad_norm=norm, tokens=tokens, lr=lr,
-            stepped=stepped, seconds=time.perf_counter() - started, cause=cause,
-        )  # fmt: skip
+        return loss_value, norm, cause, stepped
 
     def _inspect(self, total: torch.Tensor) -> tuple[float, float, str]:
         """(loss, gradient norm before clipping, why the step must not be taken or "")."""
@@ -159,10 +171,14 @@ class Trainer:
         if self.handle is None and not math.isfinite(norm):
             norm = float(grad_norm(self.parameters))  # squares may have overflowed, no gradient
             bad = not math.isfinite(norm)
+        return loss, norm, self.cause_of(loss, bool(bad))
+
+    def cause_of(self, loss: float, bad: bool) -> str:
+        """Why a step with this loss and, if `bad`, a bad gradient is not taken; "" if it is."""
         causes = [] if math.isfinite(loss) else [f"the loss is {loss}"]
         if bad or causes:
             causes += self._first_bad_gradient()
-        return loss, norm, "; ".join(causes)
+        return "; ".join(causes)
 
     def _first_bad_gradient(self) -> list[str]:
         """Names the first gradient, in the order of backward, that is not finite. Slow."""
@@ -179,6 +195,11 @@ class Trainer:
         """What the optimizer divides gradients by, so that their norm is at most clip_norm."""
         limit = self.config.optimizer.clip_norm
         return norm / limit if limit and norm > limit else None
+
+    @property
+    def graph_note(self) -> str:
+        """One line: whether steps are replayed as CUDA graphs, and if not, why."""
+        return self._graph_note if self.captured is None else self.captured.note
 
     # ---- precision ----
 
