@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from .cast import Quantized, _dequantize, _spread
 from .codes import ref_decode
-from .op import operator
+from .op import calls, operator
 
 PAIRS = (("tensor", "tensor"), ("row", "row"), ("group", "block"), ("group", "group"))
 
@@ -162,7 +162,13 @@ _gemm = operator(
     reference=ref_gemm,
     cuda=cuda_gemm,
     fake=_fake_gemm,
+    counted=True,
 )
+
+
+def fp8_gemms() -> int:
+    """How many FP8 products (single and grouped, native or emulated) have run in this process."""
+    return calls["gemm"] + calls["grouped_gemm"]
 
 
 def gemm(

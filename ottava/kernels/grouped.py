@@ -290,6 +290,7 @@ _grouped_gemm = operator(
         a.shape[0], b.shape[1], dtype=out_dtype
     ),
     cuda=cuda_grouped_gemm,
+    counted=True,
 )
 _grouped_cols = operator(
     "grouped_cols(Tensor codes, Tensor scale, Tensor? index, Tensor ends, Tensor expert_scale) "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -41,6 +42,8 @@ else:  # a machine without Triton (no GPU): kernels stay definable, and say so w
     triton = tl = _NoTriton()
 
 _library = torch.library.Library("ottava", "FRAGMENT")
+# How often each operator registered with `counted` has run, fake tensors and replayed graphs aside.
+calls: Counter[str] = Counter()
 
 
 def _outside_autocast(fn: Callable) -> Callable:
@@ -56,17 +59,35 @@ def _outside_autocast(fn: Callable) -> Callable:
     return run
 
 
+def _counting(name: str, fn: Callable) -> Callable:
+    @functools.wraps(fn)
+    def run(*args):
+        calls[name] += 1
+        return fn(*args)
+
+    return run
+
+
 def operator(
-    schema: str, *, reference: Callable, fake: Callable, cuda: Callable | None = None
+    schema: str,
+    *,
+    reference: Callable,
+    fake: Callable,
+    cuda: Callable | None = None,
+    counted: bool = False,
 ) -> Callable:
     """Register `ottava::<schema>` and return the callable operator.
 
     `reference` runs on the CPU (and on CUDA where `cuda` is None); `fake` allocates outputs of the
     right shape, dtype and strides from input metadata alone. `cuda` takes the same arguments.
+    `counted`: each call adds one to `calls`, under eager, autograd and torch.compile alike.
     """
     name = schema.split("(", 1)[0].strip()
     _library.define(schema)
-    _library.impl(name, _outside_autocast(reference), "CPU")
-    _library.impl(name, cuda or reference, "CUDA")
+    cpu, cuda = _outside_autocast(reference), cuda or reference
+    if counted:
+        cpu, cuda = _counting(name, cpu), _counting(name, cuda)
+    _library.impl(name, cpu, "CPU")
+    _library.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"ottava::{name}", fake, lib=_library)
     return getattr(torch.ops.ottava, name).default
