@@ -383,8 +383,10 @@ def test_operators_obey_their_schema_and_fakes():
     ops = torch.ops.ottava
     tests = ("test_schema", "test_faketensor")
     for grain in GRAINS:
-        args = (x, None, None, torch.zeros(1), "e4m3", grain, False, 0, False, 0, True)
-        torch.library.opcheck(ops.quantize.default, args, test_utils=tests)
+        settings = ("e4m3", grain, False, 0, False, 0, True)
+        noting = (x, None, None, torch.zeros(1), *settings)
+        torch.library.opcheck(ops.quantize.default, (x, None, None, *settings), test_utils=tests)
+        torch.library.opcheck(ops.quantize_noting.default, noting, test_utils=tests)
     q = quantize(x, Cast())
     for op, args in (
         (ops.amax, (x,)),

@@ -427,26 +427,50 @@ def triton_dequantize(
 # ---- operators ----
 
 
-def _fake_quantize(
-    x, scale, amax, amax_out, format, granularity, pow2, margin, stochastic, key, both
-):
+def _fake_quantize(x, scale, amax, amax_out, format, granularity, *settings):
     rows, cols = x.shape
     dtype = FORMATS[format].dtype
     out = [x.new_empty(rows, cols, dtype=dtype)]
     out.append(x.new_empty(scale_shape(rows, cols, granularity), dtype=torch.float32))
-    if both:
+    if settings[-1]:
         out.append(x.new_empty(cols, rows, dtype=dtype))
         if granularity != "tensor":
             out.append(x.new_empty(scale_shape(cols, rows, granularity), dtype=torch.float32))
     return out
 
 
+def _pure(fn):
+    return lambda x, scale, amax, *settings: fn(x, scale, amax, None, *settings)
+
+
+def _four(fn):
+    """torch.compile takes no operator that writes to an argument and returns a list."""
+
+    def padded(x, *rest):
+        out = fn(x, *rest)
+        return *out, *(x.new_empty(0) for _ in range(4 - len(out)))
+
+    return padded
+
+
+_SETTINGS = (
+    "str format, str granularity, bool pow2, int margin, bool stochastic, int key, bool both"
+)
+
 _quantize = operator(
-    "quantize(Tensor x, Tensor? scale, Tensor? amax, Tensor(a!)? amax_out, str format, "
-    "str granularity, bool pow2, int margin, bool stochastic, int key, bool both) -> Tensor[]",
-    reference=ref_quantize,
-    cuda=triton_quantize,
-    fake=_fake_quantize,
+    f"quantize(Tensor x, Tensor? scale, Tensor? amax, {_SETTINGS}) -> Tensor[]",
+    reference=_pure(ref_quantize),
+    cuda=_pure(triton_quantize),
+    fake=_pure(_fake_quantize),
+)
+
+# The same, and the amax of x goes into amax_out; outputs that there are not are empty.
+_quantize_noting = operator(
+    "quantize_noting(Tensor x, Tensor? scale, Tensor? amax, Tensor(a!) amax_out, "
+    f"{_SETTINGS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    reference=_four(ref_quantize),
+    cuda=_four(triton_quantize),
+    fake=_four(_fake_quantize),
 )
 
 _transpose_codes = operator(
@@ -471,11 +495,7 @@ def _run(x, cast, scale, amax, amax_out, key, both):
         raise ValueError(f"quantize: one amax does not give {cast.granularity!r} scales")
     if both and scale is not None and cast.granularity in ("row", "group"):
         raise ValueError(f"quantize_both: {cast.granularity!r} needs two scales; one was given")
-    return _quantize(
-        x.detach(),
-        scale,
-        amax,
-        amax_out,
+    settings = (
         cast.format,
         cast.granularity,
         cast.scale_kind == "pow2",
@@ -484,6 +504,10 @@ def _run(x, cast, scale, amax, amax_out, key, both):
         key,
         both,
     )
+    if amax_out is None:
+        return _quantize(x.detach(), scale, amax, *settings)
+    out = _quantize_noting(x.detach(), scale, amax, amax_out, *settings)
+    return out[: 2 + both * (1 if cast.granularity == "tensor" else 2)]
 
 
 def quantize(

@@ -23,6 +23,7 @@ from ..kernels.cast import Quantized
 from ..kernels.rope import rope, rope_int8
 from ..numerics.recipe import Cast, Recipe
 from .autocast import recipe_in_force
+from .how import flat
 from .saved import Kept, carry, save, saved, transposes
 from .weights import compute_dtype, grad_dtype_of, weight_values
 
@@ -99,7 +100,8 @@ class How:
 
 
 class AttentionFunction(torch.autograd.Function):
-    """(out [B, T, H, V], rows, rows_scale, kept, kept_scale); the codes are None without out_cast.
+    """(out [B, T, H, V], rows, rows_scale, kept, kept_scale): the codes as `flat` gives them, None
+    without out_cast.
     q, k [B, T, H or G, D] not yet rotated where cos, sin are given; v [B, T, G, V]."""
 
     @staticmethod
@@ -123,9 +125,9 @@ class AttentionFunction(torch.autograd.Function):
             save(ctx, *qkv, out, None, *rest, parameters=(sinks,))
             return out, None, None, None, None
         rows, kept = how.output_codes(out)
-        codes = (rows.codes, rows.scale, kept.q.codes, kept.q.scale)
-        ctx.mark_non_differentiable(*codes)
-        save(ctx, *qkv, *codes[2:], *rest, parameters=(sinks,))
+        codes = flat(rows, kept)
+        ctx.mark_non_differentiable(*(c for c in codes if c is not None))
+        save(ctx, *qkv, kept.q.codes, kept.q.scale, *rest, parameters=(sinks,))
         return out, *codes
 
     @staticmethod
@@ -158,7 +160,8 @@ def attend(q, k, v, cos, sin, sinks, documents, how: How) -> Tensor:
     out, *codes = AttentionFunction.apply(q, k, v, cos, sin, sinks, documents, how)
     if codes[0] is not None and not torch.compiler.is_compiling():
         rows, kept = (Quantized(*c, how.out_cast.granularity) for c in (codes[:2], codes[2:]))
-        carry(out, how.out_cast, rows, Kept(kept, is_cols=not transposes(how.out_cast)))
+        is_cols = not transposes(how.out_cast)
+        carry(out, how.out_cast, rows, Kept(kept if is_cols else rows, is_cols))
     return out
 
 

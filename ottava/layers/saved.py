@@ -77,6 +77,8 @@ def carried_by(x: torch.Tensor, cast: Cast) -> Carried | None:
 
     A view of all of a tensor in another shape (heads flattened for o_proj) carries what it carries.
     """
+    if torch.compiler.is_compiling():  # a version cannot be traced
+        return None
     carried = getattr(x, _SLOT, None)
     if carried is None and x._base is not None:
         whole = x.is_contiguous() and x.numel() == x._base.numel()
@@ -87,7 +89,10 @@ def carried_by(x: torch.Tensor, cast: Cast) -> Carried | None:
 
 
 def carry(x: torch.Tensor, cast: Cast, rows: Quantized, kept: Kept) -> None:
-    """Let codes travel with `x` (any leading dims; rows cover x.reshape(-1, K))."""
+    """Let codes travel with `x` (any leading dims; rows cover x.reshape(-1, K)), unless a change of
+    x could not be seen."""
+    if x.is_inference():
+        return
     setattr(x, _SLOT, Carried(cast, rows, kept, x._version))
 
 
