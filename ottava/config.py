@@ -1,6 +1,6 @@
 """A run: frozen sections read from one TOML file, plus `section.key=value` overrides.
 
-Every key, its meaning, its choices and its range stand once, in the dataclasses below. What cannot
+Every key, its meaning, its choices and its range stand once, in sections.py. What cannot
 work is refused here, before any data is read: one line that names the key, the nearest valid name
 and what to do (`ConfigError`). Relative paths are relative to the current directory.
 """
@@ -14,128 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from .numerics.preset import PRESETS, Preset
-from .numerics.recipe import RECIPES
 from .schema import ConfigError, apply_override, build, check_values, key, nearest, to_dict
-
-
-@dataclass(frozen=True, kw_only=True)
-class Model:
-    """[model]: what is trained. Exactly one of `name` and `path`."""
-
-    name: str = key("", "A model preset, such as mimo-v2-nano or dense-w1; starts from nothing.")
-    path: str = key("", "A local Hugging Face causal-LM folder.")
-    overrides: dict[str, Any] = key(
-        doc="Hugging Face config keys to change, such as num_hidden_layers.", factory=dict
-    )
-    random_init: bool = key(False, "With path: read the config only and start from nothing.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Data:
-    """[data]: the tokens."""
-
-    source: str = key(
-        "stdlib",
-        "stdlib (the Python standard library's sources), random (random tokens, for speed), a "
-        ".txt/.md/.jsonl/.parquet file or a folder of them, a Hugging Face dataset folder or name.",
-    )
-    text_key: str = key("text", "The column or JSON key that holds the text.")
-    tokenizer: str = key("bytes", "bytes (256 values and a document separator), or a Hugging Face "
-                         "tokenizer folder or name.")  # fmt: skip
-    sequence_length: int = key(512, "Tokens in a sequence.", low=2)
-    pack: bool = key(True, "Fill sequences with documents end to end; false: one document a "
-                     "sequence, cut or padded.")  # fmt: skip
-    document_mask: bool = key(True, "Attention does not look across document boundaries.")
-    validation_fraction: float = key(0.05, "Share of the documents held out.", low=0.0, below=1.0)
-    shuffle: bool = key(True, "Visit sequences in a seeded random order each epoch.")
-    max_bytes: int = key(0, "Read at most this many bytes of text; 0: all.", low=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Train:
-    """[train]: the loop."""
-
-    preset: str = key("fp8", "A named set of precision choices.", choices=tuple(PRESETS))
-    steps: int = key(1000, "Optimizer steps.", low=1)
-    micro_batch: int = key(8, "Sequences in one forward.", low=1)
-    accumulate: int = key(1, "Forwards in one optimizer step.", low=1)
-    recompute: str = key("none", "What is computed again in backward instead of kept.",
-                         choices=("none", "mlp", "layer"))  # fmt: skip
-    eval_every: int = key(0, "Evaluate every so many steps; 0: only at the end.", low=0)
-    eval_batches: int = key(8, "Micro-batches in one evaluation; 0: no evaluation.", low=0)
-    checkpoint_every: int = key(0, "Save every so many steps; 0: only at the end.", low=0)
-    keep_last: int = key(2, "Checkpoints kept.", low=1)
-    graph: str = key("auto", "Replay the step as a CUDA graph: auto (on a GPU, where it can be), "
-                     "on, off.", choices=("auto", "on", "off"))  # fmt: skip
-    resume: str = key("auto", "auto (continue from the newest checkpoint in out), never, or the "
-                      "path of a checkpoint.")  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """[optimizer]: AdamW and its schedule. "preset" takes the preset's choice."""
-
-    lr: float = key(3e-4, "Peak learning rate.", low=0.0)
-    betas: tuple[float, float] = key((0.9, 0.95), "Decay of the two moments.", low=0.0, below=1.0)
-    eps: float = key(1e-8, "Added to the root of the second moment.", above=0.0)
-    weight_decay: float = key(0.1, "Decoupled weight decay, on matrices only.", low=0.0)
-    clip_norm: float = key(0.0, "Largest global gradient norm; 0: no clipping.", low=0.0)
-    master: str = key("preset", "What the weights are kept in.",
-                      choices=("preset", "fp32", "bf16", "split16", "split24"))  # fmt: skip
-    states: str = key("preset", "What the moments are kept in.",
-                      choices=("preset", "fp32", "bf16", "8bit"))  # fmt: skip
-    grads: str = key("preset", "What gradients are kept in.", choices=("preset", "fp32", "bf16"))
-    fused: str = key("preset", "Step inside backward and keep no gradients.",
-                     choices=("preset", "on", "off"))  # fmt: skip
-    schedule: str = key("cosine", "Learning rate after warm-up.",
-                        choices=("cosine", "linear", "constant"))  # fmt: skip
-    warmup_steps: int = key(0, "Steps of linear warm-up.", low=0)
-    min_lr_ratio: float = key(0.1, "Last learning rate over the peak.", low=0.0, high=1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Precision:
-    """[precision]: which modules run in FP8, how, and when."""
-
-    recipe: str = key("preset", "How FP8 linears scale.", choices=("preset", *RECIPES))
-    policy: str = key("default", "Which modules stay in high precision.",
-                      choices=("default", "mimo"))  # fmt: skip
-    keep: tuple[str, ...] = key((), "Globs of module names that stay in high precision.")
-    start_fp8_at: float = key(
-        0.0, "Share of the steps run in BF16 before FP8 starts.", low=0.0, below=1.0
-    )
-    finish_bf16_at: float = key(
-        1.0, "Share of the steps after which the rest runs in BF16; 1: never.", above=0.0, high=1.0
-    )
-    lr_scale: float = key(1.0, "Multiplies optimizer.lr where the preset has FP8.", above=0.0)
-    first_last_high: bool = key(False, "Keep the first and the last layer in high precision.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Scaler:
-    """[scaler]: dynamic loss scaling, used by amp-fp16 only."""
-
-    init_scale: float = key(2.0**16, "First scale.", low=0.0)
-    growth_factor: float = key(2.0, "Multiplies the scale after growth_interval.", above=1.0)
-    backoff_factor: float = key(0.5, "Multiplies the scale on overflow.", above=0.0, below=1.0)
-    growth_interval: int = key(1000, "Clean steps before the scale grows.", low=1)
-    max_scale: float = key(0.0, "Cap of the scale; 0: none.", low=0.0)
-    min_scale: float = key(1.0, "Floor of the scale.", above=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ema:
-    """[ema]: an FP32 running average of the weights, used for evaluation."""
-
-    decay: float = key(0.0, "Decay a step; 0: off.", low=0.0, below=1.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Log:
-    """[log]: what is written while training."""
-
-    every: int = key(1, "Write a line of run.jsonl every so many steps.", low=1)
-    tensorboard: bool = key(False, "Also write TensorBoard events.")
+from .sections import (
+    Data,
+    Distributed,
+    Ema,
+    Heal,
+    Log,
+    Model,
+    Monitor,
+    Optimizer,
+    Precision,
+    Scaler,
+    Train,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +49,9 @@ class Run:
     scaler: Scaler = field(default_factory=Scaler)
     ema: Ema = field(default_factory=Ema)
     log: Log = field(default_factory=Log)
+    distributed: Distributed = field(default_factory=Distributed)
+    monitor: Monitor = field(default_factory=Monitor)
+    heal: Heal = field(default_factory=Heal)
 
     def __post_init__(self) -> None:
         if not self.out:
@@ -187,6 +82,8 @@ class Run:
 
     @property
     def _needs_all_gradients(self) -> str:
+        if self.distributed.strategy != "single":
+            return f"distributed.strategy={self.distributed.strategy}"
         if self.optimizer.clip_norm > 0:
             return f"optimizer.clip_norm={self.optimizer.clip_norm:g}"
         return f"train.accumulate={self.train.accumulate}" if self.train.accumulate > 1 else ""
@@ -233,7 +130,13 @@ class Run:
     def check(self) -> Run:
         """Refuse what cannot work. Raises ConfigError; returns self."""
         check_values(self)
-        for rule in (_check_model_and_data, _check_steps, _check_preset, _check_gradients):
+        for rule in (
+            _check_model_and_data,
+            _check_steps,
+            _check_preset,
+            _check_gradients,
+            _check_distributed,
+        ):
             rule(self)
         return self
 
@@ -339,7 +242,9 @@ def _check_gradients(run: Run) -> None:
     if run.optimizer.fused != "on":
         return
     if why := run._needs_all_gradients:
-        fix = "optimizer.clip_norm=0" if "clip" in why else "train.accumulate=1"
+        fix = "train.accumulate=1"
+        if "accumulate" not in why:
+            fix = "optimizer.clip_norm=0" if "clip" in why else "distributed.strategy=single"
         raise ConfigError(
             f"optimizer.fused: 'on' steps inside backward, but {why} needs every gradient first; "
             f"set {fix} or optimizer.fused=off"
@@ -349,6 +254,24 @@ def _check_gradients(run: Run) -> None:
             "optimizer.fused: 'on' steps inside backward, but the loss scaler of "
             "train.preset=amp-fp16 must see every gradient first; use train.preset=amp or "
             "optimizer.fused=off"
+        )
+
+
+def _check_distributed(run: Run) -> None:
+    wanted, strategy = run.distributed.deepspeed, run.distributed.strategy
+    if strategy == "deepspeed" and not wanted:
+        raise ConfigError(
+            "distributed.deepspeed: strategy=deepspeed needs its JSON configuration; give "
+            "--deepspeed ds_config.json"
+        )
+    if wanted and strategy != "deepspeed":
+        raise ConfigError(
+            f"distributed.deepspeed: does nothing under distributed.strategy={strategy}; use "
+            "strategy=deepspeed, or remove the key"
+        )
+    if strategy != "single" and run.train.graph == "on":
+        raise ConfigError(
+            "train.graph: 'on', but gradients are exchanged between ranks; use train.graph=auto"
         )
 
 

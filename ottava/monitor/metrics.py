@@ -7,7 +7,18 @@ counts). Kinds and their fields:
     resume   from (checkpoint), skipped (checkpoints passed over, with the reason)
     step     loss (nats per token), grad_norm (null in a fused step), lr, tokens, tok_per_s, step_ms,
              percent (of the machine's speed, see speed.py), memory_gib (peak), stepped (bool),
-             precision ("fp8" | "high"), scale (loss scale; null without), cause (why not stepped)
+             precision ("fp8" | "high"), scale (loss scale; null without), data_ms (waiting for
+             batches), cause (what is wrong with the step; "" if nothing), first_bad ([module or
+             parameter, "weight" | "output" | "loss" | "grad_output" | "gradient"]: where numbers
+             first were not finite; null where that is not so, or not known)
+    observe  one step looked into, every monitor.every steps (observe.py); numbers in four digits:
+             rows: row -> operand ("input", "weight", "grad_output"; "output" has error_db alone) ->
+               amax, scale (the largest), saturated (share clipped), underflowed (share not zero
+               that became zero), error_db (signal over noise, higher is better; null: no error)
+             parameters: name -> grad_norm, weight_norm, weight_amax (before the update), update
+               (norm of the change over norm), m_zero, v_zero (share of moments that are zero)
+             experts: module -> busiest (largest load over the mean), idle (share without a token)
+             unseen: rows that ran inside another module, so that nothing passed by
     eval     loss (validation, nats per token), ema_loss (with the running average; null without)
     save     path
     event    text (a switch of precision, an interruption)
