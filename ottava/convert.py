@@ -18,7 +18,7 @@ from .layers.decoder import Block, block_class, link_blocks
 from .layers.embedding import Embedding
 from .layers.experts import Experts
 from .layers.head import ChunkedCausalLM, chunked_class, why_whole
-from .layers.linear import Linear
+from .layers.linear import Linear, run_together
 from .layers.mixed import mixed_class
 from .layers.mlp import GatedMLP
 from .layers.norm import LayerNorm, RMSNorm
@@ -100,6 +100,9 @@ def convert(
     for number, row in enumerate(plan.rows):
         _apply(modules[row.name], row, plan, number, activations)
     link_blocks(modules)
+    for row in plan.rows:
+        if row.kind == "attention":
+            _join_projections(modules, row.name)
     model._ottava_plan = plan
     return model
 
@@ -157,6 +160,14 @@ def _swap_causal_lm(model: nn.Module) -> None:
     if not issubclass(cls, ChunkedCausalLM) and why_whole(model) is None:
         model.__dict__["_ottava_class"] = cls
         model.__class__ = chunked_class(cls)
+
+
+def _join_projections(modules: dict[str, nn.Module], name: str) -> None:
+    """q, k and v of an attention module, or of the one around a core, read the same tensor."""
+    for holder in (modules[name], modules[name.rpartition(".")[0]]):
+        three = [getattr(holder, f"{n}_proj", None) for n in "qkv"]
+        if all(isinstance(m, nn.Linear) for m in three):
+            return run_together(*three)
 
 
 def _swap_block(module: nn.Module) -> None:

@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from .mixed import mixed_class
-from .norm import region, summed
+from .norm import summed
+from .waiting import region
 
 
 class Block:

@@ -5,15 +5,18 @@ Shapes: M tokens (all leading dims), K in_features, N out_features.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 
 from ..kernels import cast as cast_kernels
 from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
+from ..kernels.joined import quantize_joined
 from ..kernels.random import make_key
 from ..numerics.recipe import Cast, Recipe
-from .saved import Kept, clock, transposes
+from .saved import Kept, clock, noted_amax, transposes
 from .weights import grad_dtype_of, weight_cols, weight_rows, weight_values
 
 
@@ -101,6 +104,34 @@ class How:
     def weight_operand(self, kept: Kept):
         """The kept input as `grad_weight` wants it: codes of its columns, or its values."""
         return kept.cols() if self.recipe.grad_weight.fp8 else kept.values(self.dtype)
+
+
+@functools.cache
+def joins(recipe: Recipe) -> bool:
+    """Whether linears under this recipe that read one tensor can give its gradient as one GEMM:
+    all in FP8 with a scale per tensor, and gradients in a format that has the range to share one."""
+    gemms = recipe.output.fp8 and recipe.grad_input.fp8 and recipe.grad_weight.fp8
+    casts = (recipe.input, recipe.weight, recipe.grad_output)
+    plain = all(c.granularity == "tensor" and c.rounding == "nearest" for c in casts)
+    return gemms and plain and recipe.keeps_codes and recipe.grad_output.format == "e5m2"
+
+
+def joined_grad_codes(hows: list[How], grads: list[torch.Tensor], weights: list[Quantized]):
+    """(rows, columns of each) codes of grads_MN of linears whose recipe `joins`, for one grad_input
+    GEMM with the joined weights, and for each its own grad_weight."""
+    cast, found = hows[0].recipe.grad_output, None
+    if cast.scaling == "delayed":
+        pairs = zip(hows, grads, strict=True)
+        amaxes = [how.history.past(2, cast, grad) for how, grad in pairs]
+        found = torch.zeros(len(grads), device=grads[0].device)
+    else:
+        amaxes = [cast_kernels.amax(g) if noted_amax(g) is None else noted_amax(g) for g in grads]
+    scales = [w.scale for w in weights]
+    out = quantize_joined(grads, amaxes, scales, cast, amax_out=found)
+    for i, how in enumerate(hows if found is not None else ()):
+        if how.record:
+            how.history.record(2, found[i : i + 1])
+    return out
 
 
 def flat(rows: Quantized | None, kept: Kept | None) -> tuple[torch.Tensor | None, ...]:

@@ -19,12 +19,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.cast import Quantized
+from ..kernels.gemm import gemm
+from ..kernels.joined import join_transposed
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import HIGH, recipe_in_force
-from .how import How, flat
+from .how import How, flat, joined_grad_codes, joins
 from .saved import AmaxHistory, codes_of, noted_amax, save, saved
-from .weights import compute_dtype, grad_dtype_of, plain_weight
+from .waiting import leave, may_wait, take, whole
+from .weights import compute_dtype, grad_dtype_of, plain_weight, weight_rows
 
 
 class LinearFunction(torch.autograd.Function):
@@ -64,6 +67,55 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_w, grad_b, None, None, None, None, None
 
 
+class JoinedFunction(torch.autograd.Function):
+    """Linears that read one tensor, as one: their gradients of it come out of one GEMM over all
+    their outputs, and its codes are transposed once. Saved as by `LinearFunction`, once for all."""
+
+    @staticmethod
+    def forward(ctx, x_MK, rows, rows_scale, hows, *parameters):
+        weights, biases = parameters[: len(hows)], parameters[len(hows) :]
+        ctx.hows, ctx.x_dtype = hows, x_MK.dtype
+        ctx.bias_dtypes = [None if b is None else grad_dtype_of(b) for b in biases]
+        ctx.set_materialize_grads(False)
+        save(ctx, rows, rows_scale, parameters=weights)
+        x_q = Quantized(rows, rows_scale, hows[0].recipe.input.granularity)
+        each = zip(hows, weights, biases, strict=True)
+        return tuple(how.output(x_MK, x_q, w, b) for how, w, b in each)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        hows = ctx.hows
+        rows, rows_scale, *weights = saved(ctx)
+        if all(g is None for g in grads):
+            return None, None, None, None, *[None] * (2 * len(hows))
+        grads = [
+            rows.new_zeros(rows.shape[0], w.shape[0], dtype=how.dtype)
+            if g is None
+            else g.contiguous()
+            for g, how, w in zip(grads, hows, weights, strict=True)
+        ]
+        w_codes = [weight_rows(w, hows[0].recipe.weight) for w in weights]
+        joined, cols = joined_grad_codes(hows, grads, w_codes)
+        settings = hows[0].recipe.grad_input
+        grad_x = gemm(
+            joined,
+            join_transposed(w_codes),
+            out_dtype=hows[0].dtype,
+            fast_accum=settings.fast_accum,
+        ).to(ctx.x_dtype)
+        del joined, w_codes
+        x = hows[0].weight_operand(hows[0].kept(rows, rows_scale))
+        each = zip(hows, grads, cols, weights, strict=True)
+        grad_w = [how.grad_weight(g, c, x, w) for how, g, c, w in each]
+        grad_b = [
+            g.sum(0, dtype=torch.float32).to(dtype) if needed else None
+            for g, dtype, needed in zip(
+                grads, ctx.bias_dtypes, ctx.needs_input_grad[4 + len(hows) :], strict=True
+            )
+        ]
+        return grad_x, None, None, None, *grad_w, *grad_b
+
+
 class Linear(nn.Linear):
     """`nn.Linear` that runs under a recipe; same parameters, names and state_dict.
 
@@ -72,6 +124,7 @@ class Linear(nn.Linear):
     """
 
     recipe: Recipe | None = None
+    together: tuple[Linear, ...] = ()  # this linear and those called after it with the same input
     _history: AmaxHistory | None = None
 
     def __init__(
@@ -84,6 +137,11 @@ class Linear(nn.Linear):
         recipe = recipe_in_force(self.recipe)
         if recipe is HIGH and not isinstance(self.weight, SplitParameter):
             return _plain(x, self.weight, self.bias)
+        waiting = take(x, self, (recipe, compute_dtype(x)))
+        if waiting is not None:
+            return waiting
+        if self.together and self._joins(x, recipe):
+            return self._forward_together(x, recipe)
         how = self.how(recipe, x)
         rows, kept = self._input_codes(x, how)
         y = LinearFunction.apply(
@@ -94,6 +152,35 @@ class Linear(nn.Linear):
             how,
         )
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _joins(self, x: torch.Tensor, recipe: Recipe) -> bool:
+        """Whether all of `together` can run on x now, as one."""
+        if not (may_wait() and x.requires_grad and joins(recipe)):
+            return False
+        return all(
+            recipe_in_force(m.recipe) == recipe
+            and m.weight.requires_grad
+            and whole(m.weight, (m.out_features, self.in_features), x)
+            and (m.bias is None or whole(m.bias, (m.out_features,), x))
+            for m in self.together
+        )
+
+    def _forward_together(self, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
+        """This linear's output; those of the others wait on x until they are called."""
+        hows = [m.how(recipe, x) for m in self.together]
+        rows, _ = codes_of(x, recipe.input, hows[0])
+        outs = JoinedFunction.apply(
+            x.reshape(-1, self.in_features),
+            rows.codes,
+            rows.scale,
+            hows,
+            *(m.weight for m in self.together),
+            *(m.bias for m in self.together),
+        )
+        outs = [y.view(*x.shape[:-1], y.shape[-1]) for y in outs]
+        for module, y in zip(self.together[1:], outs[1:], strict=True):
+            leave(x, module, y, (recipe, hows[0].dtype))
+        return outs[0]
 
     def how(self, recipe: Recipe, x: torch.Tensor) -> How:
         """How this linear runs on x under `recipe`."""
@@ -121,6 +208,16 @@ class Linear(nn.Linear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"
+
+
+def run_together(*linears: nn.Module | None) -> None:
+    """Let linears that are called one after the other with the same input run as one, where they
+    are ours and have one recipe; the first call runs them all."""
+    ours = all(isinstance(m, Linear) and m.recipe is not None for m in linears)
+    if ours and len({m.recipe for m in linears}) == 1:
+        settings = linears[0].__dict__
+        settings["together"] = linears
+        settings["_ottava_settings"] = tuple({*settings.get("_ottava_settings", ()), "together"})
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

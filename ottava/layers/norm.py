@@ -12,8 +12,6 @@ Shapes: M tokens (all leading dims), H features.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import nn
 
@@ -23,9 +21,8 @@ from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
 from .how import How, flat
 from .saved import AmaxHistory, carry, cast_input, note_amax, save, saved
+from .waiting import leave, may_wait, take, waits, whole
 from .weights import grad_dtype_of, plain_weight, weight_values
-
-_SLOT = "_ottava_normed"
 
 
 class NormFunction(torch.autograd.Function):
@@ -87,11 +84,8 @@ class _Norm:
     _history: AmaxHistory | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        waiting = _waiting(self, x)
-        if waiting is not None:
-            delattr(x, _SLOT)
-            return waiting.y
-        return _run(self, x)[0]
+        waiting = take(x, self, recipe_in_force(self.recipe))
+        return _run(self, x)[0] if waiting is None else waiting
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -158,53 +152,15 @@ def _run(norm: RMSNorm | LayerNorm, x, residual=None, *, passes: bool = False):
 # ------------------------------------------------------------ the residual stream and its norms
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """A norm's output, made beside its input h; it travels with h until that norm reads h."""
-
-    norm: nn.Module
-    y: torch.Tensor
-    recipe: Recipe
-    version: int  # h's at the time
-    region: object
-
-
-def region() -> object:
-    """What saved tensors go through here (a checkpointed stretch, offloading), or None."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return None if hooks is None else hooks[0]
-
-
-def _waiting(norm: nn.Module, h: torch.Tensor) -> _Waiting | None:
-    """What waits on `h` for `norm`, if it is what `norm` would make of h here and now.
-
-    A checkpointed stretch makes its own, since what comes from outside is not there when it runs
-    again."""
-    found = getattr(h, _SLOT, None)
-    if found is None:
-        return None
-    same = found.norm is norm and found.version == h._version and torch.is_grad_enabled()
-    if same and found.region is region() and found.recipe == recipe_in_force(norm.recipe):
-        return found
-    delattr(h, _SLOT)
-    return None
-
-
 def _fits(norm: nn.Module | None, x: torch.Tensor, residual: torch.Tensor | None) -> bool:
-    """Whether `norm` can run here, before its own call: its weight is whole and where x is."""
-    if not isinstance(norm, _Norm) or not torch.is_grad_enabled():
-        return False
-    if torch.compiler.is_compiling():  # the compiler fuses the sum by itself
+    """Whether `norm` can run here, before its own call. (A compiler fuses the sum by itself.)"""
+    if not isinstance(norm, _Norm) or not may_wait():
         return False
     if residual is not None and (x.shape, x.dtype, x.device) != (
         residual.shape, residual.dtype, residual.device
     ):  # fmt: skip
         return False
-    weight = norm.weight
-    if weight is None:
-        return True
-    whole = weight.shape == x.shape[-1:] and not hasattr(weight, "placements")
-    return whole and weight.device == x.device and weight.untyped_storage().nbytes() > 0
+    return whole(norm.weight, x.shape[-1:], x)
 
 
 def summed(
@@ -213,13 +169,14 @@ def summed(
     """h = x + residual (or x alone), for a stream that `norm` reads and that goes on past it.
 
     The same values as the plain sum. Where `norm` is ours it runs in the same kernel, and its
-    output waits on h until the module `norm` is called with h; hooks see that call as any other.
+    output waits on h until the module `norm` is called with h.
     x and residual: [..., H], same dtype, or the plain sum is made.
     """
     if not _fits(norm, x, residual):
         return x if residual is None else residual + x
-    if residual is None and _waiting(norm, x) is not None:
+    recipe = recipe_in_force(norm.recipe)
+    if residual is None and waits(x, norm, recipe):
         return x
     y, h = _run(norm, x, residual, passes=True)
-    setattr(h, _SLOT, _Waiting(norm, y, recipe_in_force(norm.recipe), h._version, region()))
+    leave(h, norm, y, recipe)
     return h

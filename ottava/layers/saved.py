@@ -173,13 +173,15 @@ class AmaxHistory:
     def known(self, operand: int, cast: Cast, x: torch.Tensor) -> dict:
         """Arguments for the cast of x: its scale from earlier steps, and where its own amax goes
         (the same pass). Before the first real step the scale comes from x itself."""
-        if not self.ready[operand]:
-            now = cast_kernels.amax(x)
-            return {"scale": cast_kernels.scale_from_amax(now, cast), "amax_out": now.clone()}
-        row = self.amax[operand]
-        past = row.max() if cast.amax_from == "max" else row[0]
-        scale = cast_kernels.scale_from_amax(past.reshape(1), cast)
+        scale = cast_kernels.scale_from_amax(self.past(operand, cast, x), cast)
         return {"scale": scale, "amax_out": torch.zeros_like(scale)}
+
+    def past(self, operand: int, cast: Cast, x: torch.Tensor) -> torch.Tensor:
+        """The amax (1,) of earlier steps that scales the cast of x; before the first, x's own."""
+        if not self.ready[operand]:
+            return cast_kernels.amax(x)
+        row = self.amax[operand]
+        return (row.max() if cast.amax_from == "max" else row[0]).reshape(1)
 
     def record(self, operand: int, amax: torch.Tensor) -> None:
         """Note the amax of one call of the running step."""
