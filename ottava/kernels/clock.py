@@ -1,4 +1,4 @@
-"""What changes from step to step in an optimizer's launches, in device memory instead of arguments.
+"""An optimizer's numbers of a step, read from device memory instead of launch arguments.
 
 A captured step (train/graph.py) is launched again with the arguments of its capture, so the
 learning rate, the bias corrections and the random key of each step come from a row of eight int32:

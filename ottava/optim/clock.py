@@ -1,4 +1,4 @@
-"""The device's copy of what AdamW's launches need to know of a step, for steps that are replayed.
+"""The device's copy of AdamW's rates, counts and random keys, for steps that are replayed.
 
     optimizer.clock = clock; clock.wind(optimizer); ...the step...        # launched by Python
     clock.set_for(updates); replay; advance(updates)                      # launched again

@@ -50,8 +50,6 @@ class Lane:
             raise ValueError(f"CUDA graphs need a GPU; the model is on {self.device}")
         self.stream = torch.cuda.Stream(self.device)
         self.renew()
-        # cuBLAS keeps a workspace for each stream: drop those of the stream that this one replaces.
-        torch._C._cuda_clearCublasWorkspaces()
 
     def synchronize(self) -> None:
         """Wait until nothing runs on the GPU: what a graph uses must not go while it replays."""
@@ -76,6 +74,9 @@ class Lane:
 
     def capture(self, step: Callable[[], torch.Tensor]) -> tuple[Any, torch.Tensor]:
         """(graph, what `step` returned). Nothing runs: the result is there after a replay."""
+        # cuBLAS keeps a workspace for each thread and stream, which anyone may drop. The graph gets
+        # its own: made during the capture, and afterwards known to nobody else.
+        torch._C._cuda_clearCublasWorkspaces()
         # Nodes of an earlier step's autograd graph remember the stream that they ran on.
         gc.collect()
         graph, collects = torch.cuda.CUDAGraph(), gc.isenabled()
@@ -93,6 +94,7 @@ class Lane:
             self._end_failed()
             raise
         finally:
+            torch._C._cuda_clearCublasWorkspaces()
             if collects:
                 gc.enable()
         return graph, out
