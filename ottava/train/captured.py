@@ -26,7 +26,7 @@ from ..optim.clip import fast_norm
 from ..optim.clock import DeviceClock
 from ..recompute import restores_random_states
 from .forward import Batch, arguments_of, tensors_of
-from .graph import Buffers, CaptureError, Lane, StepGraph
+from .graph import Buffers, CaptureError, Lane, StepGraph, held_by_graphs
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -151,6 +151,15 @@ class CapturedTraining:
         if self.trainer.handle is not None:
             return loss, norm, self.trainer.cause_of(loss, bool(bad)), False
         self.drop()  # the memory is needed
+        return self._eager(window, valid)
+
+    def step_by_python(self, window: list[Batch], valid: int) -> Outcome:
+        """A step that someone looks into. The graphs stay, unless there is no room for both."""
+        free = torch.cuda.mem_get_info(self.lane.device)[0]
+        free += torch.cuda.memory_reserved(self.lane.device)
+        free -= torch.cuda.memory_allocated(self.lane.device)
+        if free < 1.2 * held_by_graphs(self.lane.device):
+            self.drop()
         return self._eager(window, valid)
 
     def drop(self) -> None:
