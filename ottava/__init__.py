@@ -13,6 +13,8 @@ from .layers.blocks import LayerNormLinear, LayerNormMLP
 from .layers.linear import Linear
 from .layers.norm import LayerNorm, RMSNorm
 from .memory import estimate_memory
+from .models.fp8_checkpoint import load_fp8
+from .models.fp8_save import save_fp8
 from .numerics.policy import Plan, Policy
 from .numerics.recipe import Cast, Gemm, Recipe
 from .optim.adamw import AdamW
@@ -28,5 +30,6 @@ fp8_autocast = autocast
 __all__ = [
     "EMA", "AdamW", "Cast", "Gemm", "GradScaler", "LayerNorm", "LayerNormLinear", "LayerNormMLP",
     "Linear", "Plan", "Policy", "Quantized", "RMSNorm", "Recipe", "amp", "autocast",
-    "clip_grad_norm_", "convert", "estimate_memory", "fp8_autocast", "fuse_backward", "plan", "quantize", "revert",
+    "clip_grad_norm_", "convert", "estimate_memory", "fp8_autocast", "fuse_backward", "load_fp8", "plan", "quantize",
+    "revert", "save_fp8",
 ]  # fmt: skip

@@ -65,6 +65,14 @@ class Cast:
         if self.history < 1:
             raise ValueError(f"Cast.history: {self.history} must be at least 1")
 
+    @property
+    def splits(self) -> bool:
+        """Whether a weight cast so can be its own codes: e4m3, one power-of-two scale."""
+        return (self.format, self.granularity, self.scale_kind) == ("e4m3", "tensor", "pow2") and (
+            self.scaling,
+            self.rounding,
+        ) == ("current", "nearest")
+
     def __str__(self) -> str:
         parts = [self.format, self.granularity]
         parts += [p for p in (self.scale_kind, self.scaling, self.rounding) if p not in _SILENT]
