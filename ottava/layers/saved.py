@@ -11,7 +11,9 @@ Shapes: M tokens, K features. `rows` are codes of x_MK (scales along K), `cols` 
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -157,6 +159,7 @@ class AmaxHistory:
         self.pending = torch.zeros(3, device=device)
         self.ready = [False] * 3  # operands whose history holds at least one real step
         self._seen = [False] * 3
+        self.number = next(_numbers)  # modules first run in the same order on every rank
 
     @classmethod
     def of(cls, known: AmaxHistory | None, history: int, parameter: torch.Tensor) -> AmaxHistory:
@@ -212,6 +215,7 @@ class AmaxHistory:
         return out
 
 
+_numbers = itertools.count()
 # parameter -> histories of the modules that read it; weak, so that dead models vanish.
 _histories = WeakIdKeyDictionary()
 
@@ -231,6 +235,20 @@ def discard_amax(parameters) -> None:
     for parameter in parameters if len(_histories) else ():
         for history in _histories.get(parameter, ()):
             history.discard()
+
+
+def agree_amax(parameters, all_max: Callable[[torch.Tensor], None]) -> None:
+    """Before a real step over `parameters` on several ranks: what the running step noted becomes the
+    maximum over all of them, by `all_max` (in place, fp32), so that every rank scales alike."""
+    if len(_histories) == 0:
+        return
+    found = {h.number: h for p in parameters for h in _histories.get(p, ())}
+    histories = [found[number] for number in sorted(found)]
+    if histories:
+        pending = torch.stack([h.pending for h in histories])
+        all_max(pending)
+        for history, values in zip(histories, pending, strict=True):
+            history.pending.copy_(values)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args, kwargs) -> None:

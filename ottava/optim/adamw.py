@@ -55,7 +55,7 @@ def splits_codes(cast: Cast | None) -> bool:
     )
 
 
-def _local(t: torch.Tensor) -> torch.Tensor:
+def local(t: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a DTensor; any other tensor as it is."""
     return getattr(t, "_local_tensor", t)
 
@@ -167,17 +167,17 @@ class AdamW(torch.optim.Optimizer):
         split = isinstance(p, SplitParameter)
         master = state.get("master")
         adamw_step(
-            _local(p if master is None else master),
+            local(p if master is None else master),
             p.residual if split else None,
             p.scale if split else None,
             p.amax if split else None,
             p.work if split else None,
-            _local(p.grad).contiguous(),
+            local(p.grad).contiguous(),
             state["m"],
             state["v"],
             state.get("m_scale"),
             state.get("v_range"),
-            None if master is None else _local(p),
+            None if master is None else local(p),
             lr_tensor,
             grad_mul,
             found_inf,
@@ -232,7 +232,7 @@ class AdamW(torch.optim.Optimizer):
         for number, (p, saved_id) in enumerate(zip(params, ids, strict=True)):
             saved = dict(state_dict["state"].get(saved_id, {}))
             _restore_split(p, number, {k: saved.pop(k) for k in _SPLIT_KEYS if k in saved})
-            if "m" in saved and saved["m"].shape != _local(p).shape:
+            if "m" in saved and saved["m"].shape != local(p).shape:
                 raise ValueError(
                     f"AdamW.load_state_dict: moments of parameter {number} are "
                     f"{list(saved['m'].shape)}, the parameter is {list(p.shape)}"
@@ -286,16 +286,16 @@ def _check(group: dict[str, Any]) -> None:
 
 def _prepare(p: torch.Tensor, master: str) -> None:
     """Give a parameter the master that the module docstring promises, in place."""
-    if not _local(p).is_contiguous():
+    if not local(p).is_contiguous():
         raise ValueError(f"AdamW: a parameter of shape {list(p.shape)} is not contiguous")
     if getattr(p, "_ottava_fp32", False) or master == "fp32" or isinstance(p, SplitParameter):
         return
     if p.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(f"AdamW: master {master!r} needs FP32 or BF16 parameters, not {p.dtype}")
-    if master != "bf16" and _local(p) is not p:
+    if master != "bf16" and local(p) is not p:
         raise ValueError(f"AdamW: master {master!r} needs whole parameters; this one is sharded")
     if is_small(p):
-        if p.dtype == torch.bfloat16 and _local(p) is p:
+        if p.dtype == torch.bfloat16 and local(p) is p:
             split_parameter(p, 16, None)
     elif master == "bf16":
         if p.dtype != torch.bfloat16:
@@ -307,7 +307,7 @@ def _prepare(p: torch.Tensor, master: str) -> None:
 
 
 def _init_state(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -> None:
-    weight = _local(p.detach())
+    weight = local(p.detach())
     whole_master = isinstance(p, SplitParameter) or p.dtype == torch.float32
     bf16_master = p.dtype == torch.bfloat16 and group["master"] == "bf16"
     if getattr(p, "_ottava_fp32", False):

@@ -227,7 +227,10 @@ def _sequences(stream: Stream, data: Data, separator: int, side: str) -> Sequenc
 
 
 class Loader:
-    """Draws batches without end, epoch after epoch. `position` counts the sequences drawn."""
+    """Draws batches without end, epoch after epoch. `position` counts the sequences drawn, by all
+    ranks: it is the same on each of them, and goes on under any other number of them."""
+
+    rank, world = 0, 1
 
     def __init__(
         self, sequences: Sequences, batch: int, seed: int, *, shuffle: bool = False
@@ -247,10 +250,14 @@ class Loader:
     def __iter__(self) -> Loader:
         return self
 
+    def share(self, rank: int, world: int) -> None:
+        """Draw every world-th batch, from number `rank` on; the others are other ranks'."""
+        self.rank, self.world = rank, world
+
     def __next__(self) -> dict[str, torch.Tensor | int]:
         """The next batch; see `batch_at`."""
-        batch = self.batch_at(self.position)
-        self.position += self.batch
+        batch = self.batch_at(self.position + self.rank * self.batch)
+        self.position += self.batch * self.world
         return batch
 
     def batch_at(self, position: int, size: int | None = None) -> dict[str, torch.Tensor | int]:

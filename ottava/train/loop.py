@@ -23,7 +23,7 @@ from ..monitor.metrics import VERSION, MetricsWriter
 from ..monitor.speed import Speed, flops_per_token, machine_speed
 from .checkpoint import set_aside_after
 from .out_of_memory import explained
-from .signals import EXIT_CODES, StopRequest
+from .signals import EXIT_CODES, StopRequest, agreed
 
 if TYPE_CHECKING:
     from .trainer import StepResult, Trainer
@@ -60,11 +60,12 @@ def run(trainer: Trainer, *, quiet: bool = False) -> RunResult:
     with StopRequest() as stop, loop.console:
         try:
             loop.start()
-            while trainer.step < trainer.config.train.steps and not stop.requested:
+            strategy, steps = trainer.strategy, trainer.config.train.steps
+            while trainer.step < steps and not agreed(stop.requested, strategy):
                 with explained(trainer.config, trainer.device, trainer.step):
                     result = trainer.step_once()
                 loop.after(result)
-            return loop.finish(stop.requested)
+            return loop.finish(agreed(stop.requested, strategy))
         except BaseException as e:
             loop.fail(e)
             raise
@@ -78,7 +79,8 @@ class _Loop:
     def __init__(self, trainer: Trainer, quiet: bool) -> None:
         config = trainer.config
         self.trainer, self.config = trainer, config
-        self.console = RunConsole(config.train.steps, quiet=quiet)
+        strategy = trainer.strategy
+        self.console = RunConsole(config.train.steps, quiet=quiet or not strategy.is_main)
         self.begun = time.perf_counter()
         self.saved: tuple[int, Path | None] = (trainer.origin.step, None)
         if trainer.origin.checkpoint is not None:
@@ -89,7 +91,7 @@ class _Loop:
         self.graph_note = trainer.graph_note
         resumed = trainer.origin.checkpoint is not None
         self.metrics = MetricsWriter(
-            config.out,
+            strategy.folder(config.out),
             after_step=trainer.step if resumed else None,
             tensorboard=config.log.tensorboard,
         )
@@ -103,7 +105,8 @@ class _Loop:
     def start(self) -> None:
         """Set later checkpoints aside, write the first line, and say what is about to run."""
         trainer = self.trainer
-        for path in set_aside_after(trainer.checkpoints, trainer.step):
+        on_main = trainer.strategy.on_main
+        for path in on_main(set_aside_after, trainer.checkpoints, trainer.step):
             self.console.say(f"set aside: {path} is later than where this run starts")
         origin = trainer.origin
         if origin.checkpoint is None:
@@ -148,8 +151,6 @@ class _Loop:
         line = self._line(result)
         if result.step % self.config.log.every == 0 or not result.stepped:
             self.metrics.write("step", result.step, **line)
-        if result.observed is not None:
-            self.metrics.write("observe", result.step, **result.observed)
         self.console.step(result.step, line, self.speed.name)
         if result.step == trainer.origin.step + 2:  # the first step with every state in place
             self.console.say(_held(trainer))
@@ -178,14 +179,12 @@ class _Loop:
             "tokens": trainer.tokens,
             "tok_per_s": tok_per_s,
             "step_ms": 1e3 * result.seconds,
-            "percent": self.speed.percent(self.flops, tok_per_s),
+            "percent": self.speed.percent(self.flops, tok_per_s / trainer.strategy.world),
             "memory_gib": peak_gib(trainer.device),
             "stepped": result.stepped,
             "precision": "fp8" if self.was_eight_bit else "high",
             "scale": trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
-            "data_ms": 1e3 * result.data_seconds,
             "cause": result.cause,
-            "first_bad": result.first_bad,
         }
 
     def _announce_switch(self) -> None:
@@ -265,7 +264,12 @@ def _facts(trainer: Trainer, speed: Speed) -> dict[str, Any]:
         "speed": str(speed),
         "params": sum(p.numel() for p in trainer.model.parameters()),
         "fp8_modules": plan.num_fp8 if plan else 0,
-        "tokens_per_step": train.micro_batch * train.accumulate * config.data.sequence_length,
+        "tokens_per_step": train.micro_batch
+        * train.accumulate
+        * config.data.sequence_length
+        * trainer.strategy.world,
+        "strategy": trainer.strategy.name,
+        "ranks": trainer.strategy.world,
         "steps": train.steps,
         "config": asdict(config),
     }

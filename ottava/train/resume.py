@@ -147,8 +147,10 @@ def find_origin(run: Run, folder: Path) -> Origin:
 
 
 def collect(trainer: Trainer) -> dict[str, Any]:
-    """The sections of a checkpoint of `trainer`, which stands between two steps."""
+    """The sections of a checkpoint of `trainer`, which stands between two steps. All ranks call it."""
+    random, *random_of_others = trainer.strategy.collect(random_state())
     return {
+        **({"ranks": random_of_others} if random_of_others else {}),
         # split masters are in split.safetensors, with the weights
         "optimizer": trainer.optimizer.state_dict(weights=False),
         "scaler": trainer.scaler.state_dict(),
@@ -157,7 +159,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "data": trainer.data.train.state_dict(),
         "amax": amax_state(trainer.model),
         "progress": {"step": trainer.step, "skipped": trainer.skipped, "tokens": trainer.tokens},
-        "random": random_state(),
+        "random": random,
         "plan": trainer.plan.to_dict() if trainer.plan is not None else None,
         "run": asdict(trainer.config),
     }
@@ -188,7 +190,10 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     progress = checkpoint.section("progress")
     trainer.step, trainer.skipped = progress["step"], progress["skipped"]
     trainer.tokens = progress["tokens"]
-    set_random_state(checkpoint.section("random"))
+    rank, others = trainer.strategy.rank, checkpoint.skeleton.get("ranks", [])
+    if rank <= len(others):  # a rank that is new draws from its own seed
+        set_random_state(checkpoint.section("ranks")[rank - 1] if rank else
+                         checkpoint.section("random"))  # fmt: skip
     return notes
 
 

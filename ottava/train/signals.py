@@ -12,7 +12,15 @@ import signal
 import threading
 from types import FrameType
 
+from ..distributed.strategy import Strategy
+
 EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+
+
+def agreed(requested: str | None, strategy: Strategy) -> str | None:
+    """The signal that asked any rank to stop, the same on all ranks: they stop after one step."""
+    names = [*EXIT_CODES, None]
+    return names[strategy.first(names.index(requested))]
 
 
 class StopRequest:

@@ -1,0 +1,136 @@
+"""How ranks work together, as the trainer sees it: prepare, backward, step, state.
+
+    strategy = strategy_of(run)                      # joins the other processes
+    optimizer = strategy.prepare(model)              # shards what it shards; the optimizer over it
+    strategy.backward(loss, last=...)                # gradients of the whole window after the last
+    strategy.step(scaler, grad_scale)                # False where an overflow forbids it
+    strategy.weights(model), strategy.gather(tensor) # what a checkpoint holds, whole, on rank 0
+
+`Strategy` itself is one process alone, where every agreement is already reached. The trainer's loop
+is the same under all of them: every decision in it is made from numbers on which the ranks agree.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import prepare
+from ..config import ConfigError, Run
+from ..optim.adamw import AdamW
+from ..optim.clip import fast_norm, grad_norm
+from ..optim.loss_scaler import GradScaler
+
+
+class Strategy:
+    """One process. `forward`: what a batch is given to; the model itself unless an engine wraps it.
+
+    `rank` of `world` processes; `is_main`: the one that writes files and speaks.
+    """
+
+    name = "single"
+    rank = 0
+    world = 1
+
+    def __init__(self, run: Run) -> None:
+        self.config = run
+        self.forward: Callable[..., Any]
+        self.optimizer: torch.optim.Optimizer
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    # ---- prepare ----
+
+    def device(self, wanted: str) -> torch.device:
+        """Where this rank computes: "auto", "cpu" or "cuda". Raises ValueError without such a GPU."""
+        if wanted == "auto":
+            wanted = "cuda" if torch.cuda.is_available() else "cpu"
+        if wanted == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                "device: torch finds no GPU here; use device=cpu, or see `ottava doctor`"
+            )
+        return torch.device(wanted)
+
+    def prepare(self, model: nn.Module) -> AdamW:
+        """Get the converted model ready for this strategy, in place; its optimizer."""
+        self.forward = model
+        self.optimizer = prepare.make_optimizer(self.config, model)
+        return self.optimizer
+
+    # ---- a step ----
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Gradients of one micro-batch; after the `last` of a window, summed over ranks."""
+        loss.backward()
+
+    def norm(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+        """FP32 0-dim norm of the whole gradient, as `fast_norm` gives it; the same on all ranks."""
+        return fast_norm(parameters)
+
+    def exact_norm(self, parameters: list[torch.Tensor]) -> float:
+        """The same from FP64 squares, which do not overflow. Slow."""
+        return float(grad_norm(parameters))
+
+    def step(self, scaler: GradScaler, grad_scale: float | None) -> bool:
+        """The optimizer's update, on all ranks or on none; whether it was made."""
+        return scaler.step(self.optimizer, grad_scale=grad_scale)
+
+    # ---- agreement, between hosts: nothing here waits for a device ----
+
+    def sum(self, *values: float) -> list[float]:
+        """Each value summed over ranks, in FP64. A NaN anywhere is a NaN everywhere."""
+        return list(values)
+
+    def first(self, number: int) -> int:
+        """The smallest `number` of any rank."""
+        return number
+
+    def on_main(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Do something once, on rank 0; its result, or what it raises, reaches every rank."""
+        return work(*args, **kwargs)
+
+    def collect(self, value: Any) -> list[Any]:
+        """The `value` of every rank, in order (plain data and tensors on the CPU)."""
+        return [value]
+
+    # ---- state ----
+
+    def folder(self, out: str) -> Path:
+        """Where this rank's own lines go: the run's folder, or ranks/<rank> in it."""
+        return Path(out) if self.is_main else Path(out) / "ranks" / str(self.rank)
+
+    def notes(self) -> list[str]:
+        """What to say about this strategy when a run begins."""
+        return []
+
+
+def strategy_of(run: Run) -> Strategy:
+    """The strategy that `run.distributed` names, joined with the other processes.
+
+    Raises ConfigError where the processes that were started do not fit it.
+    """
+    name, started = run.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
+    if name == "single":
+        if started > 1:
+            raise ConfigError(
+                f"distributed.strategy: 'single', but {started} processes were started; use "
+                "distributed.strategy=ddp or fsdp2, or start one"
+            )
+        return Strategy(run)
+    if "RANK" not in os.environ:
+        raise ConfigError(
+            f"distributed.strategy: {name!r} is started by torchrun: "
+            "torchrun --nproc-per-node=2 -m ottava train run.toml"
+        )
+    if name == "ddp":
+        from .ddp import DDP
+
+        return DDP(run)
+    raise ConfigError(f"distributed.strategy: {name!r} is not built yet; use ddp")
