@@ -151,6 +151,8 @@ class _Loop:
         line = self._line(result)
         if result.step % self.config.log.every == 0 or not result.stepped:
             self.metrics.write("step", result.step, **line)
+        if result.observed is not None:
+            self.metrics.write("observe", result.step, **result.observed)
         self.console.step(result.step, line, self.speed.name)
         if result.step == trainer.origin.step + 2:  # the first step with every state in place
             self.console.say(_held(trainer))
@@ -184,7 +186,9 @@ class _Loop:
             "stepped": result.stepped,
             "precision": "fp8" if self.was_eight_bit else "high",
             "scale": trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
+            "data_ms": 1e3 * result.data_seconds,
             "cause": result.cause,
+            "first_bad": result.first_bad,
         }
 
     def _announce_switch(self) -> None:

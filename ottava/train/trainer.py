@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
@@ -29,6 +30,8 @@ from ..layers.autocast import autocast
 from ..layers.saved import clock, discard_amax
 from ..models.mimo import MiMoPreTrainedModel
 from ..models.moe import update_router_bias
+from ..monitor.locate import tracing
+from ..monitor.observe import Observation, Observer
 from ..optim.adamw import local
 from ..optim.ema import EMA
 from ..optim.loss_scaler import GradScaler
@@ -50,7 +53,9 @@ ROUTER_BIAS_RATE = 1e-3  # loss-free balancing of experts, for models that start
 @dataclass(frozen=True, kw_only=True)
 class StepResult:
     """What one step did. `loss`: nats per valid token of the whole window. `grad_norm`: before
-    clipping. `tokens`: read, valid or not. `cause`: why nothing changed, where not `stepped`."""
+    clipping. `tokens`: read, valid or not. `cause`: what is wrong with a bad step, and why nothing
+    changed, where not `stepped`; `first_bad`: (module or parameter, operand) where that began.
+    `data_seconds`: spent waiting for batches. `observed`: what the monitor saw, where it looked."""
 
     step: int
     loss: float
@@ -60,6 +65,9 @@ class StepResult:
     stepped: bool
     seconds: float
     cause: str = ""
+    first_bad: tuple[str, str] | None = None
+    data_seconds: float = 0.0
+    observed: dict[str, Any] | None = None
 
 
 class Trainer:
@@ -95,6 +103,8 @@ class Trainer:
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         loaded = bool(run.model.path) and not run.model.random_init
         self.router_rate = 0.0 if loaded else ROUTER_BIAS_RATE
+        self.observer = Observer(self.model, self.plan, self.optimizer, every=run.monitor.every)
+        self._look: Observation | None = None  # at the running step
         self.step = self.skipped = self.tokens = 0
         self.origin = self.strategy.on_main(resume.find_origin, run, self.checkpoints)
         if self.origin.checkpoint is not None:
@@ -114,12 +124,17 @@ class Trainer:
     def _step_once(self) -> StepResult:
         started = time.perf_counter()
         window = [next(self.data.train) for _ in range(self.config.train.accumulate)]
+        data_seconds = time.perf_counter() - started
         valid = sum(batch["num_valid"] for batch in window)
         tokens = sum(batch["input_ids"].numel() for batch in window)
         valid, tokens = map(int, self.strategy.sum(valid, tokens))
         lr = float(self.optimizer.param_groups[0]["lr"])
-        take = self.launch_step if self.captured is None else self.captured.step
+        look = self._look = self.observer.begin(self.step)
+        take = self.launch_step
+        if self.captured is not None:
+            take = self.captured.step_by_python if look else self.captured.step
         loss, norm, cause, stepped = take(window, valid)
+        observed = look.finish() if look else None
 
         self.schedule.step(stepped)
         if stepped and self.ema is not None:
@@ -129,12 +144,14 @@ class Trainer:
             self.skipped += 1
         update_router_bias(self.model, self.router_rate if stepped else 0.0)
         self.optimizer.zero_grad(set_to_none=True)
+        first_bad = self._locate(window, valid) if cause else None
         torch.clear_autocast_cache()  # also where an outer autocast region would keep old weights
         self.step += 1
         self.tokens += tokens
         return StepResult(
             step=self.step, loss=loss, grad_norm=norm, tokens=tokens, lr=lr,
             stepped=stepped, seconds=time.perf_counter() - started, cause=cause,
+            first_bad=first_bad, data_seconds=data_seconds, observed=observed,
         )  # fmt: skip
 
     def launch_step(self, window: list[Batch], valid: int) -> tuple[float, float, str, bool]:
@@ -142,10 +159,11 @@ class Trainer:
         stepped). captured.py has its twin, which replays it."""
         total = torch.zeros((), device=self.device)
         count = torch.full((), max(valid, 1), dtype=torch.int64, device=self.device)
+        look = self._look
         for batch in window:
-            inputs = inputs_of(self.model, batch, self.device, self.config.data.document_mask)
-            with self.precision():
-                loss = window_loss(self.strategy.forward, inputs, batch["num_valid"], valid, count)
+            first = batch is window[0]
+            with self.precision(), look.forward() if look and first else nullcontext():
+                loss = self._loss(batch, valid, count)
             total += loss.detach()
             if self.handle is not None:
                 self.handle.guard(loss)
@@ -153,6 +171,8 @@ class Trainer:
 
         self.scaler.unscale_(self.optimizer)
         loss_value, norm, cause = self._inspect(total)  # the one wait for the device in a step
+        if look:
+            look.gradients(self.handle.norms if self.handle is not None else None)
         # in a fused step the weights have moved already and this ends it; after an overflow it only
         # tells the loss scale
         overflow = self.scaler.is_enabled() and not math.isfinite(norm)
@@ -161,6 +181,11 @@ class Trainer:
         )
         self.scaler.update()
         return loss_value, norm, cause, stepped
+
+    def _loss(self, batch: Batch, valid: int, count: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's part of the mean loss over the window; `count` is `valid` on the device."""
+        inputs = inputs_of(self.model, batch, self.device, self.config.data.document_mask)
+        return window_loss(self.strategy.forward, inputs, batch["num_valid"], valid, count)
 
     def _inspect(self, total: torch.Tensor) -> tuple[float, float, str]:
         """(loss, gradient norm before clipping, why the step must not be taken or "")."""
@@ -198,6 +223,29 @@ class Trainer:
         bad = (i for i, (_, g) in enumerate(grads) if not bool(local(g).isfinite().all()))
         number = self.strategy.first(next(bad, len(grads)))
         return [f"the gradient of {n} is not finite" for n, _ in grads[number : number + 1]]
+
+    def _locate(self, window: list[Batch], valid: int) -> tuple[str, str] | None:
+        """Run a bad step again, changing nothing, to find where it began. None where it is finite
+        now (a fused step had begun to update), with a loss scale, or with monitor.locate off."""
+        if not self.config.monitor.locate or self.scaler.is_enabled():
+            return None
+        before = resume.random_state()
+        count = torch.full((), max(valid, 1), dtype=torch.int64, device=self.device)
+        with tracing(self.model) as trace:
+            for batch in window:
+                with self.precision():
+                    loss = self._loss(batch, valid, count)
+                trace.note("", "loss", loss)
+                if self.handle is not None:
+                    self.handle.guard(loss * math.nan)
+                self.strategy.backward(loss, last=batch is window[-1])
+        if self.handle is not None:
+            self.handle.finish()
+        self.optimizer.zero_grad(set_to_none=True)
+        discard_amax(self.parameters)
+        update_router_bias(self.model, 0.0)
+        resume.set_random_state(before)
+        return next(filter(None, self.strategy.collect(trace.first_bad())), None)
 
     def _grad_scale(self, norm: float) -> float | None:
         """What the optimizer divides gradients by, so that their norm is at most clip_norm."""
