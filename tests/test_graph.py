@@ -1,6 +1,7 @@
 """Captured steps against launched ones, bit for bit, with a tape in place of CUDA graphs."""
 
 import math
+from collections import namedtuple
 from dataclasses import replace
 
 import pytest
@@ -48,12 +49,15 @@ def both(folder, preset="fp32", **sections):
     return launched, trainer, lane
 
 
+Taken = namedtuple("Taken", "step loss grad_norm tokens lr stepped cause")
+
+
 def take(trainer, count):
-    """What `count` steps gave, apart from their time. The rounding clock is each trainer's own."""
+    """What `count` steps gave, apart from times. The rounding clock is each trainer's own."""
     rounding.step = getattr(trainer, "rounds", 0)
     out = [trainer.step_once() for _ in range(count)]
     trainer.rounds = rounding.step
-    return [replace(r, seconds=0.0) for r in out]
+    return [Taken(*(getattr(r, name) for name in Taken._fields)) for r in out]
 
 
 RUNS = {
