@@ -138,7 +138,7 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
 def _out_cast(row: Row, plan: Plan):
     """The cast of the linear that reads an attention's output (o_proj beside the core), or None."""
     parent = row.name if row.name.endswith("attn") else row.name.rpartition(".")[0]
-    readers = [r for r in plan.rows if r.name == f"{parent}.o_proj"]
+    readers = [r for r in plan.rows if r.name.removesuffix(".base_layer") == f"{parent}.o_proj"]
     recipe = readers[0].recipe if readers else None
     return recipe.input if recipe and recipe.keeps_codes and not recipe.delayed else None
 
@@ -159,6 +159,7 @@ def _swap_causal_lm(model: nn.Module) -> None:
     cls = type(model)
     if not issubclass(cls, ChunkedCausalLM) and why_whole(model) is None:
         model.__dict__["_ottava_class"] = cls
+        model.__dict__["_ottava_settings"] = ("logits_in_eval",)
         model.__class__ = chunked_class(cls)
 
 

@@ -282,6 +282,14 @@ class SplitParameter(nn.Parameter, metaclass=_SplitMeta):
         """Make `w` (any float dtype) the master weight: new codes, residual, scale and amax."""
         store_split(self, w)
 
+    def copy_(self, w: torch.Tensor, non_blocking: bool = False) -> SplitParameter:
+        """What `load_state_dict` calls with the plain values of a checkpoint: `write`. E4M3 values
+        are taken for codes, and copied as they are."""
+        if w.dtype is torch.float8_e4m3fn and not isinstance(w, SplitParameter):
+            return super().copy_(w, non_blocking)
+        self.write(w.dequantize() if isinstance(w, SplitParameter) else w)
+        return self
+
     def __deepcopy__(self, memo):
         if id(self) not in memo:
             args = (t.clone() if isinstance(t, torch.Tensor) else t for t in _fields(self))

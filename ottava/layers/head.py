@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from ..kernels.loss import linear_cross_entropy
+from ..kernels.split import SplitParameter
 from .weights import compute_dtype, grad_dtype_of, weight_values
 
 IGNORE_INDEX = -100
@@ -54,7 +55,8 @@ class HeadLoss(torch.autograd.Function):
             num_valid = torch.full((1,), num_valid, dtype=torch.int64, device=x_MH.device)
         num_valid = num_valid.to(x_MH.device).reshape(1).clamp(min=1)
         ctx.grads, ctx.per_token = (grad_x, grad_w), num_valid.float().reciprocal()
-        return (loss_sum * ctx.per_token).view(())
+        # Not a view of (1,): callers scale the loss in place.
+        return (loss_sum * ctx.per_token).sum()
 
     @staticmethod
     def backward(ctx, grad_loss):
@@ -161,7 +163,7 @@ def _only(losses: list, logits) -> torch.Tensor:
     )
     if not same:
         raise RuntimeError("chunked loss: the model changes its logits after the head")
-    return logits.view(())
+    return logits if logits.dim() == 0 else logits.view(())
 
 
 class ChunkedCausalLM:
@@ -170,9 +172,11 @@ class ChunkedCausalLM:
     Accepts what the model's own forward accepts, and with labels also: `num_items_in_batch` (the
     count to divide by, int or tensor), `shift_labels` (targets already shifted), `ignore_index`.
     A model that calls `self.token_loss` for its losses keeps its forward; only that is replaced.
+    logits_in_eval: in eval mode without gradients, compute as the plain class does, logits and all.
     """
 
     _ottava_plain_class: type
+    logits_in_eval: bool = False
 
     def __init_subclass__(cls, **kwargs) -> None:
         super().__init_subclass__(**kwargs)
@@ -188,7 +192,7 @@ class ChunkedCausalLM:
 
     def forward(self, *args, **kwargs):
         plain = self._ottava_plain_class
-        if hasattr(plain, "token_loss"):
+        if hasattr(plain, "token_loss") or self._wants_logits():
             return super().forward(*args, **kwargs)
         call = _signature(plain).bind(self, *args, **kwargs)
         named = "labels" in call.arguments  # else it came among **kwargs, if at all
@@ -212,9 +216,21 @@ class ChunkedCausalLM:
 
     def token_loss(self, hidden, targets, num_valid=None) -> tuple[None, torch.Tensor]:
         """(logits, loss) of the head on hidden [..., H] and shifted targets [...]; no logits."""
+        if self._wants_logits():
+            return super().token_loss(hidden, targets, num_valid)
         with _head_returns_loss(self, targets, num_valid, IGNORE_INDEX) as losses:
             out = output_head(self)(hidden)
         return None, _only(losses, out)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype in which the weights are saved: FP32 where they are split masters, whose own
+        dtype (of the codes) would be taken for the model's."""
+        first = next(p for p in self.parameters() if p.is_floating_point())
+        return torch.float32 if isinstance(first, SplitParameter) else first.dtype
+
+    def _wants_logits(self) -> bool:
+        return self.logits_in_eval and not self.training and not torch.is_grad_enabled()
 
     def __reduce_ex__(self, protocol):
         _, _, *state = super().__reduce_ex__(protocol)

@@ -123,7 +123,10 @@ def resolve(
         if kind == "linear" and (module is head or name.rpartition(".")[2] == "lm_head"):
             kind = "head"
         if kind is not None:
-            rows.append(_row(name, kind, module, policy, tied))
+            row = _row(name, kind, module, policy, tied)
+            if kind == "linear" and _is_adapter(name, modules):
+                row = replace(row, recipe=None, reason="adapter of a base layer", kept="")
+            rows.append(row)
     rows = _first_last(rows, policy)
     if head is not None and callable(getattr(model, "get_decoder", None)):
         rows.append(Row(name="", kind="causal_lm", shape=(), recipe=None, reason="head in chunks"))
@@ -132,6 +135,16 @@ def resolve(
     if policy.recipe.any_fp8 and plan.num_fp8 == 0:
         raise ValueError(_nothing_eligible(rows))
     return plan
+
+
+def _is_adapter(name: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether a linear belongs to an adapter (LoRA): to a module with a `base_layer` that it is
+    not part of. Adapters are small, are what trains, and start at zero."""
+    parts = name.split(".")
+    return any(
+        parts[i] != _BASE and hasattr(modules[".".join(parts[:i])], _BASE)
+        for i in range(len(parts))
+    )
 
 
 def _nothing_eligible(rows: Iterable[Row]) -> str:
@@ -248,9 +261,11 @@ def _dependent(
 
 
 _MLP = ("gate_proj", "up_proj", "down_proj")
+_BASE = "base_layer"  # what PEFT calls the layer that an adapter wraps
 
 
 def _within(name: str, parent: str, depth: int) -> bool:
+    name = name.removesuffix(f".{_BASE}")
     if parent and not name.startswith(parent + "."):
         return False
     rest = name[len(parent) + 1 :] if parent else name
