@@ -7,12 +7,15 @@ and `save_pretrained` all keep working, and `revert` gives the plain model back.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from .kernels.gemm import has_fp8_unit
+from .kernels.split import SplitParameter, join_split
 from .layers import attention as attention_layer
 from .layers.decoder import Block, block_class, link_blocks
 from .layers.embedding import Embedding
@@ -22,6 +25,7 @@ from .layers.linear import Linear, run_together
 from .layers.mixed import mixed_class
 from .layers.mlp import GatedMLP
 from .layers.norm import LayerNorm, RMSNorm
+from .layers.weights import mark, unmark
 from .numerics.policy import Plan, Policy, Row, get_policy
 from .numerics.recipe import Recipe, get_recipe
 from .numerics.resolve import original_class, resolve
@@ -97,6 +101,7 @@ def convert(
                 f"convert: {row.name} is {tuple(weight.shape)} here and {row.shape} in the plan; "
                 "convert before sharding, with the plan made from this model"
             )
+    plan = _with_what_is_there(plan, modules)
     for number, row in enumerate(plan.rows):
         _apply(modules[row.name], row, plan, number, activations)
     link_blocks(modules)
@@ -110,9 +115,26 @@ def convert(
 _plan = plan
 
 
+def _with_what_is_there(plan: Plan, modules: dict[str, nn.Module]) -> Plan:
+    """The plan with what an earlier conversion made of the modules that this one only keeps: no
+    conversion undoes another. Says so, since "keep" did not keep those in high precision."""
+    before = {
+        r.name: replace(r, recipe=modules[r.name].recipe, reason="", kept="as converted before")
+        for r in plan.rows
+        if r.reason.startswith("kept by") and getattr(modules[r.name], "recipe", None) is not None
+    }
+    if before:
+        warnings.warn(
+            f"convert: {next(iter(before))} and {len(before) - 1} more that this plan keeps are in "
+            "8 bits already and stay so; ottava.revert(model) first to keep them in high precision",
+            stacklevel=3,
+        )
+    return replace(plan, rows=tuple(before.get(r.name, r) for r in plan.rows))
+
+
 def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) -> None:
     if row.reason.startswith("kept by"):
-        return _tag_parameters(module, row, number)
+        return None if "_ottava_class" in module.__dict__ else _tag_parameters(module, row, number)
     if row.kind == "causal_lm":
         return _swap_causal_lm(module)
     if row.kind == "block":
@@ -146,7 +168,8 @@ def _out_cast(row: Row, plan: Plan):
 def _swap(module: nn.Module, target: type, settings: dict) -> None:
     if not isinstance(module, target):
         cls = module.__dict__["_ottava_class"] = type(module)
-        own = cls.__module__.startswith("torch.nn.") or not issubclass(cls, target.__base__)
+        plain = next(c for c in target.__mro__ if c.__module__.startswith("torch.nn."))
+        own = cls.__module__.startswith("torch.nn.") or not issubclass(cls, plain)
         # A user's subclass of nn.Linear keeps its attributes and methods beside our forward.
         module.__class__ = target if own else mixed_class(target, cls)
     for name, value in settings.items():
@@ -180,24 +203,31 @@ def _swap_block(module: nn.Module) -> None:
 
 def _tag_parameters(module: nn.Module, row: Row, number: int) -> None:
     """Tell the optimizer which parameters are FP8 GEMM weights, and which must stay FP32."""
-    for index, (_, parameter) in enumerate(module.named_parameters(recurse=False)):
-        parameter._ottava_stream = 16 * number + index
-        fp8 = row.recipe is not None and row.recipe.any_fp8 and row.kind in ("linear", "experts")
-        parameter._ottava_cast = row.recipe.weight if fp8 and parameter.dim() > 1 else None
-        parameter._ottava_fp32 = row.kind == "router"
+    fp8 = row.recipe is not None and row.recipe.any_fp8 and row.kind in ("linear", "experts")
+    marks = {
+        name: {
+            "_ottava_stream": 16 * number + index,
+            "_ottava_cast": row.recipe.weight if fp8 and parameter.dim() > 1 else None,
+            "_ottava_fp32": row.kind == "router",
+        }
+        for index, (name, parameter) in enumerate(module.named_parameters(recurse=False))
+    }
+    mark(module, marks)
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Swap every converted module back; parameters stay the same objects. Returns `model`."""
+    """Swap every converted module back; parameters stay the same objects, and split masters become
+    FP32 weights of the same value. Returns `model`."""
     for module in model.modules():
         original = module.__dict__.pop("_ottava_class", None)
         if original is not None:
             module.__class__ = original
         for name in module.__dict__.pop("_ottava_settings", ()):
             module.__dict__.pop(name, None)
+        unmark(module)
         for parameter in module.parameters(recurse=False):
-            for tag in ("_ottava_stream", "_ottava_cast", "_ottava_fp32"):
-                parameter.__dict__.pop(tag, None)
+            if isinstance(parameter, SplitParameter):
+                join_split(parameter)
         module.__dict__.pop("_history", None)
         module.__dict__.pop("_ottava_plan", None)
     attention_layer.revert_hf(model)

@@ -271,7 +271,8 @@ class SplitParameter(nn.Parameter, metaclass=_SplitMeta):
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """The master weight in `dtype`. RuntimeError if a `.to()` tore codes and residual apart."""
-        if self.residual.device != self.device or self.dtype not in _SPLIT_DTYPES:
+        kind = _SPLIT_DTYPES[self.scale is None]
+        if self.residual.device != self.device or self.dtype is not kind:
             raise RuntimeError(
                 f"split weight: codes are {self.dtype} on {self.device}, the residual is on "
                 f"{self.residual.device}: move or cast the model before building the optimizer"
@@ -360,6 +361,18 @@ def split_parameter(p: nn.Parameter, residual_bits: int, cast: Cast | None) -> S
     _pack_into(split, w, residual_bits)
     p.grad = None
     return adopt_split(p, split, amax, cast)
+
+
+def join_split(p: SplitParameter) -> nn.Parameter:
+    """Turn a SplitParameter, in place, into a plain FP32 parameter of its master's value. Returns p;
+    any gradient on it is dropped."""
+    p.grad = None
+    p.data = p.dequantize(torch.float32)
+    for name in ("residual", "scale", "amax", "cast", "work", "_ottava_cast"):
+        p.__dict__.pop(name, None)
+    p.__class__ = nn.Parameter
+    p.grad_dtype = torch.float32
+    return p
 
 
 def store_split(p: SplitParameter, w: torch.Tensor) -> None:

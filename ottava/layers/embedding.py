@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..kernels.split import SplitParameter
-from .weights import plain_weight
+from .weights import Stored
 
 
-class Embedding(nn.Embedding):
+class Embedding(Stored, nn.Embedding):
     """nn.Embedding with output in `compute_dtype` (None: the weight's own, as nn.Embedding)."""
 
     compute_dtype: torch.dtype | None = None
@@ -27,10 +27,6 @@ class Embedding(nn.Embedding):
             ids, weight, self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq
         )
         return y if self.compute_dtype is None else y.to(self.compute_dtype)
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        plain_weight(self, destination, prefix)
 
 
 class _AsPlain(torch.autograd.Function):

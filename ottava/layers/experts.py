@@ -29,7 +29,7 @@ from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe
 from .autocast import HIGH, recipe_in_force
 from .saved import clock, save, saved
-from .weights import compute_dtype, grad_dtype_of, plain_weight, weight_values
+from .weights import Stored, compute_dtype, grad_dtype_of, weight_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,7 +315,7 @@ def _kept(how: How, values: Tensor, scale: Tensor | None, amax, index: Tensor) -
     return Operand(None, Quantized(values, scale, how.casts.input.granularity), amax, index)
 
 
-class Experts(nn.Module):
+class Experts(Stored, nn.Module):
     """Swapped in for a module with 3-D parameters gate_up_proj [E, 2F, H] and down_proj [E, H, F].
 
     `recompute`: keep the input's codes alone and run gate and up again in backward.
@@ -336,10 +336,6 @@ class Experts(nn.Module):
             return ExpertsFunction.apply(
                 x_Th, topk_weight, self.gate_up_proj, self.down_proj, groups, how, self.recompute
             )
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        plain_weight(self, destination, prefix)
 
     def extra_repr(self) -> str:
         experts, rows, inner = self.gate_up_proj.shape

@@ -27,7 +27,7 @@ from .autocast import HIGH, recipe_in_force
 from .how import How, flat, joined_grad_codes, joins
 from .saved import AmaxHistory, codes_of, noted_amax, save, saved
 from .waiting import leave, may_wait, take, whole
-from .weights import compute_dtype, grad_dtype_of, plain_weight, weight_rows
+from .weights import Stored, compute_dtype, grad_dtype_of, weight_rows
 
 
 class LinearFunction(torch.autograd.Function):
@@ -116,7 +116,7 @@ class JoinedFunction(torch.autograd.Function):
         return grad_x, None, None, None, *grad_w, *grad_b
 
 
-class Linear(nn.Linear):
+class Linear(Stored, nn.Linear):
     """`nn.Linear` that runs under a recipe; same parameters, names and state_dict.
 
     Input: [..., in_features], fp32, bf16 or fp16; output dtype as nn.Linear gives in the same
@@ -201,10 +201,6 @@ class Linear(nn.Linear):
     def _history_for(self, recipe: Recipe) -> AmaxHistory:
         self._history = AmaxHistory.of(self._history, recipe.input.history, self.weight)
         return self._history
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        plain_weight(self, destination, prefix)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"

@@ -91,6 +91,15 @@ def _again(kept: Kept, w_gate, w_up, hows):
     return swiglu_kernels.swiglu(gate, up)[2:]
 
 
+def _runs_plainly(m: nn.Module) -> bool:
+    """Whether a call of `m` is our linear's and nothing else: no forward of its own, and no hooks
+    but those marked `only_looks`, which are content not to be called here."""
+    if not isinstance(m, Linear) or "forward" in m.__dict__:
+        return False
+    kinds = (m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks)
+    return all(getattr(hook, "only_looks", False) for hooks in kinds for hook in hooks.values())
+
+
 class GatedMLP(nn.Module):
     """Swapped in for a module with gate_proj, up_proj, down_proj and SiLU. `recompute`: keep the
     input codes alone and run gate and up again in backward."""
@@ -101,7 +110,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         three = (self.gate_proj, self.up_proj, self.down_proj)
         recipe = recipe_in_force(self.recipe)
-        if not recipe.keeps_codes or not all(isinstance(m, Linear) for m in three):
+        if not recipe.keeps_codes or not all(_runs_plainly(m) for m in three):
             return self.down_proj(nnF.silu(self.gate_proj(x)) * self.up_proj(x))
         hows = tuple(m.how(recipe, x) for m in three)
         rows, kept = codes_of(x, recipe.input, hows[0])

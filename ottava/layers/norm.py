@@ -22,7 +22,7 @@ from .autocast import recipe_in_force
 from .how import How, flat
 from .saved import AmaxHistory, carry, cast_input, note_amax, save, saved
 from .waiting import leave, may_wait, take, waits, whole
-from .weights import grad_dtype_of, plain_weight, weight_values
+from .weights import Stored, grad_dtype_of, weight_values
 
 
 class NormFunction(torch.autograd.Function):
@@ -77,7 +77,7 @@ class NormFunction(torch.autograd.Function):
         return grad_x, grad_x if ctx.adds else None, *grads[:2], *[None] * 4
 
 
-class _Norm:
+class _Norm(Stored):
     """What both norms share: their forward, and how a split master is saved."""
 
     recipe: Recipe | None = None
@@ -86,10 +86,6 @@ class _Norm:
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         waiting = take(x, self, recipe_in_force(self.recipe))
         return _run(self, x)[0] if waiting is None else waiting
-
-    def _save_to_state_dict(self, destination, prefix, keep_vars):
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        plain_weight(self, destination, prefix)
 
 
 class RMSNorm(_Norm, nn.RMSNorm):

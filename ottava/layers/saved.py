@@ -168,6 +168,8 @@ class AmaxHistory:
         out = cls(history, parameter.device) if known is None else known
         if out.amax.shape[1] != history:
             out = out.resized(history)
+        if out.amax.is_meta and not parameter.is_meta:
+            out = cls(history, parameter.device)
         if out.amax.device != parameter.device:
             out.amax, out.pending = out.amax.to(parameter.device), out.pending.to(parameter.device)
         _histories.setdefault(parameter, weakref.WeakSet()).add(out)

@@ -32,6 +32,8 @@ def _stored_codes(weight: torch.Tensor, cast: Cast) -> Quantized | None:
     """The codes that the parameter already is (split master), where they are of this cast."""
     if not isinstance(weight, SplitParameter) or weight.cast != cast:
         return None
+    if weight.dtype is not torch.float8_e4m3fn or weight.residual.device != weight.device:
+        weight.dequantize()  # says what tore them apart
     return Quantized(weight.data, weight.scale, "tensor")
 
 
@@ -57,13 +59,52 @@ def _wide(weight: torch.Tensor) -> torch.dtype:
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of the high-precision parts: autocast's where it is on, else the input's."""
+    if x.is_meta:  # knows no autocast
+        return x.dtype
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
-def plain_weight(module: nn.Module, destination: dict, prefix: str) -> None:
-    """Replace codes of a split master in a state dict by plain FP32 values: model
-    checkpoints hold no scales and no residuals."""
-    for name, parameter in module.named_parameters(recurse=False):
-        if isinstance(parameter, SplitParameter) and prefix + name in destination:
-            destination[prefix + name] = parameter.dequantize(torch.float32)
+class Stored:
+    """Mixed in before a module with weights. In state dicts split masters are plain FP32 values:
+    model checkpoints hold no scales and no residuals. What `mark` says of the parameters is said
+    again of those that take their place (a copy, a materialised or an assigned one)."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, parameter in self.named_parameters(recurse=False):
+            if isinstance(parameter, SplitParameter) and prefix + name in destination:
+                destination[prefix + name] = parameter.dequantize(torch.float32)
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        _mark(self)
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        _mark(self)
+        return self
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
+        _mark(self)
+
+
+def mark(module: nn.Module, marks: dict[str, dict[str, object]]) -> None:
+    """Set attributes of a module's own parameters, by name: what the optimizer is to know."""
+    module.__dict__["_ottava_marks"] = marks
+    _mark(module)
+
+
+def _mark(module: nn.Module) -> None:
+    for name, attributes in module.__dict__.get("_ottava_marks", {}).items():
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            parameter.__dict__.update(attributes)
+
+
+def unmark(module: nn.Module) -> None:
+    """Undo `mark`."""
+    for name, attributes in module.__dict__.pop("_ottava_marks", {}).items():
+        for attribute in attributes:
+            module._parameters[name].__dict__.pop(attribute, None)

@@ -56,6 +56,11 @@ class Router(nn.Module):
         self.tokens_per_expert: Tensor | None = None
         self.sequence_loss: Tensor | None = None
 
+    def __setstate__(self, state):
+        """A copy's weight must stay FP32 in the optimizer too."""
+        super().__setstate__(state)
+        self.weight._ottava_fp32 = True
+
     def _apply(self, fn, recurse=True):
         """Follow every move but no change of dtype: `model.to(bfloat16)` leaves the router FP32."""
 

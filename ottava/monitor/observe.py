@@ -216,6 +216,7 @@ def _look_at_linear(seen: Observation, row: Row, module: nn.Module) -> list:
                 lambda g: seen._operand(row.name, "grad_output", g, recipe.grad_output, scale)
             )
 
+    before.only_looks = after.only_looks = True  # a gated MLP's linears still run as one function
     return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
 

@@ -115,6 +115,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _choose("Recipe", "keep", self.keep, get_args(Keep))
+        _choose("Recipe", "backend", self.backend, ("native",))
         if self.input.granularity == "block" or self.grad_output.granularity == "block":
             raise ValueError(
                 "Recipe: 128 x 128 blocks are for the weight; use granularity='group' "

@@ -191,6 +191,10 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
         cls = original_class(module)
         if cls.forward is not nn.Linear.forward and not cls.__module__.startswith(_LAYERS):
             return replace(row, reason=f"{cls.__name__} has its own forward")
+        if cls is nn.modules.linear.NonDynamicallyQuantizableLinear:
+            return replace(row, reason="the attention around it reads the weight itself")
+        if "weight" not in module._parameters:
+            return replace(row, reason="its weight is computed (a parametrization), not stored")
         if id(weight) in tied:
             return replace(row, reason="weight tied to an embedding")
         if min(shape) < policy.smallest:

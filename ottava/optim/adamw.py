@@ -94,6 +94,13 @@ class AdamW(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy steps by itself: plainly, not inside backward."""
+        super().__setstate__(state)
+        self.fused, self.clock = None, None
+        params = chain.from_iterable(g["params"] for g in self.param_groups)
+        self._numbers = {p: number for number, p in enumerate(params)}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         group = self.param_groups[-1]
