@@ -78,7 +78,11 @@ def test_values_are_those_of_plain_layers(name):
 @pytest.mark.parametrize("recipe", ["tensor", "row", "delayed"])
 def test_8_bit_recipes_in_bf16(name, recipe):
     got, want = (f(model_of(name, recipe, torch.bfloat16)) for f in (lambda m: m, unfused))
-    assert_same(step(got), step(want), 0.1)  # a code that flips moves what follows
+    results = [step(got), step(want)]
+    for _, grads in results:  # a bias of the keys does nothing to a softmax: only rounding is left
+        for key in [k for k in grads if k.endswith("k_proj.bias")]:
+            del grads[key]
+    assert_same(*results, 0.1)  # a code that flips moves what follows
 
 
 def count_norms(monkeypatch):

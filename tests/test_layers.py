@@ -10,11 +10,13 @@ import pytest
 import torch
 from torch import nn
 
+from ottava.layers import how as how_layer
+from ottava.layers import mlp as mlp_layer
 from ottava.layers.blocks import LayerNormLinear, LayerNormMLP
 from ottava.layers.linear import Linear
 from ottava.layers.mlp import GatedMLP
 from ottava.layers.norm import LayerNorm, RMSNorm
-from ottava.numerics.formats import E4M3, error_db
+from ottava.numerics.formats import E4M3, E5M2, error_db
 from ottava.numerics.recipe import get_recipe
 
 
@@ -82,6 +84,60 @@ def test_gated_mlp_gradients(recipe, recompute):
     assert error_db(y, m(x)) > E4M3.gemm_db - 10 * math.log10(3)
     for want, value in zip([xd.grad, *(w.grad for w in weights)], got, strict=True):
         assert error_db(want, value) > 20.0
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "delayed"])
+def test_gradients_in_codes_are_those_of_the_plain_way(recipe, monkeypatch):
+    """gate's and up's gradients in one GEMM, against a cast and a GEMM each; over several steps, so
+    that delayed scaling leaves its pass over the gradients."""
+    x, grad = torch.randn(70, 128), torch.randn(70, 128)
+    ways, passes = [], []
+    amax = how_layer.swiglu_backward_amax
+    monkeypatch.setattr(how_layer, "swiglu_backward_amax", lambda *a: passes.append(1) or amax(*a))
+    for joined in (True, False):
+        m = mlp(recipe=recipe)
+        monkeypatch.setattr(mlp_layer, "joins", lambda recipe, joined=joined: joined)
+        steps = []
+        for _ in range(3):
+            steps.append(train(m, x, grad))
+            torch.optim.SGD(m.parameters(), lr=0.0).step()
+        ways.append((steps, [w._history for w in (m.gate_proj, m.up_proj, m.down_proj)]))
+    assert len(passes) == (1 if recipe == "delayed" else 3)
+    xd = x.double().requires_grad_()
+    y, weights = plain_mlp(mlp(), xd)
+    y.backward(grad.double())
+    exact = [xd.grad, *(w.grad for w in weights)]
+    for got, want in zip(ways[0][0], ways[1][0], strict=True):
+        for true, a, b in zip(exact, got, want, strict=True):
+            assert error_db(true, a) > error_db(true, b) - 0.5
+    if recipe == "delayed":
+        for a, b in zip(ways[0][1], ways[1][1], strict=True):
+            torch.testing.assert_close(a.amax, b.amax, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("frozen", ["gate_proj", "up_proj", "down_proj"])
+def test_a_frozen_weight_gets_no_gradient_and_the_others_theirs(frozen):
+    m, whole = mlp(), mlp()
+    x, grad = torch.randn(40, 128), torch.randn(40, 128)
+    getattr(m, frozen).weight.requires_grad_(False)
+    leaf = x.clone().requires_grad_()
+    m(leaf).backward(grad)
+    want = train(whole, x, grad)
+    least = E5M2.gemm_db - 10 * math.log10(2)  # both have the error of a cast of the gradient
+    assert error_db(want[0], leaf.grad) > least
+    for (name, p), w in zip(m.named_parameters(), want[1:], strict=True):
+        assert p.grad is None if name.startswith(frozen) else error_db(w, p.grad) > least
+
+
+def test_the_gated_mlp_compiles_as_one_graph():
+    m, x = mlp(), torch.randn(32, 128)
+    grads = []
+    for run in (m, torch.compile(m, backend="eager", fullgraph=True)):
+        leaf = x.clone().requires_grad_()
+        run(leaf).square().sum().backward()
+        grads.append((leaf.grad, m.gate_proj.weight.grad, m.down_proj.weight.grad))
+        m.zero_grad()
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_recompute_changes_no_bit_with_transposable_scales():

@@ -120,14 +120,14 @@ def _swiglu_kernel(
         v *= tl.load(row_weight + m, mask=m < M, other=0.0).to(tl.float32)[:, None]
     out = v.to(h.dtype.element_ty)
     tl.store(h + at, out, mask=inside)
-    raise_amax(amax, seen, _top(out))
+    raise_amax(amax, seen, top_magnitude(out))
     if KEEP:
         _keep_int8(g, gate_codes + at, gate_scale + number, inside, m < M)
         _keep_int8(u, up_codes + at, up_scale + number, inside, m < M)
 
 
 @triton.jit
-def _top(v):
+def top_magnitude(v):
     return tl.max(tl.max(magnitude_bits(v.to(tl.float32)), 1), 0)
 
 
@@ -164,13 +164,13 @@ def _swiglu_backward_kernel(
         v, grad = v * r, grad * r
     out = v.to(h.dtype.element_ty)
     tl.store(h + at, out, mask=inside)
-    raise_amax(amax + 2, seen_h, _top(out))
+    raise_amax(amax + 2, seen_h, top_magnitude(out))
     out = (grad * u * (sigmoid + silu * (1.0 - sigmoid))).to(grad_gate.dtype.element_ty)
     tl.store(grad_gate + wide_m * grad_gate_stride + k, out, mask=inside)
-    raise_amax(amax, seen_gate, _top(out))
+    raise_amax(amax, seen_gate, top_magnitude(out))
     out = (grad * silu).to(grad_up.dtype.element_ty)
     tl.store(grad_up + wide_m * grad_up_stride + k, out, mask=inside)
-    raise_amax(amax + 1, seen_up, _top(out))
+    raise_amax(amax + 1, seen_up, top_magnitude(out))
 
 
 # ---- Triton wrappers: same arguments and results as the references ----

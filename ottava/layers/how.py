@@ -15,6 +15,7 @@ from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
 from ..kernels.joined import quantize_joined
 from ..kernels.random import make_key
+from ..kernels.swiglu_codes import SwigluCodes, swiglu_backward_amax, swiglu_backward_codes
 from ..numerics.recipe import Cast, Recipe
 from .saved import Kept, clock, noted_amax, transposes
 from .weights import grad_dtype_of, weight_cols, weight_rows, weight_values
@@ -131,6 +132,35 @@ def joined_grad_codes(hows: list[How], grads: list[torch.Tensor], weights: list[
     for i, how in enumerate(hows if found is not None else ()):
         if how.record:
             how.history.record(2, found[i : i + 1])
+    return out
+
+
+def gated_grad_codes(
+    hows: tuple[How, How, How], grad_h: torch.Tensor, kept: tuple, weights: list[Quantized]
+) -> SwigluCodes:
+    """Codes of the gradients of gate and up, joined, and of h, for hows of gate, up and down whose
+    recipe `joins`. kept: gate and up as `swiglu` kept them; weights: codes of gate's and up's.
+
+    Scales come from earlier steps where scaling is delayed and all of them are known, else from a
+    pass over the same operands. h's are delayed as in forward, and only forward records its amax.
+    """
+    recipe, found = hows[0].recipe, None
+    operands = [(2, recipe.grad_output), (2, recipe.grad_output), (0, recipe.input)]
+    each = list(zip(hows, operands, strict=True))
+    if all(c.scaling == "delayed" and how.history.ready[operand] for how, (operand, c) in each):
+        amaxes = [how.history.past(*operand, grad_h) for how, operand in each]
+        found = torch.zeros(3, device=grad_h.device)
+    else:
+        amaxes = swiglu_backward_amax(grad_h, *kept)
+    out = swiglu_backward_codes(
+        grad_h, kept, amaxes, [w.scale for w in weights], recipe.grad_output, recipe.input,
+        amax_out=found,
+    )  # fmt: skip
+    if recipe.grad_output.scaling == "delayed":
+        noted = amaxes if found is None else found.split(1)
+        for how, amax in zip(hows[:2], noted[:2], strict=True):
+            if how.record:
+                how.history.record(2, amax)
     return out
 
 

@@ -16,11 +16,14 @@ from torch import nn
 from ..kernels import cast as cast_kernels
 from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
+from ..kernels.gemm import gemm
+from ..kernels.joined import join_transposed
 from ..numerics.recipe import Recipe
 from .autocast import recipe_in_force
-from .how import flat
+from .how import flat, gated_grad_codes, joins
 from .linear import Linear
 from .saved import Kept, codes_of, noted_amax, save, saved
+from .weights import weight_rows
 
 
 class GatedMLPFunction(torch.autograd.Function):
@@ -51,7 +54,11 @@ class GatedMLPFunction(torch.autograd.Function):
         kept = how_gate.kept(kept, kept_scale)
         if ctx.recompute:
             gate_up = _again(kept, w_gate, w_up, ctx.hows)
-        grad_MH = grad_MH.contiguous()
+        grad_MH, none = grad_MH.contiguous(), [None] * 6
+        if all(ctx.needs_input_grad[:4]) and joins(how_gate.recipe):
+            weights = (w_gate, w_up, w_down)
+            grad_x, *grads = _backward_in_codes(ctx.hows, grad_MH, kept, gate_up, weights)
+            return grad_x.to(ctx.x_dtype), *grads, *none
         amax = noted_amax(grad_MH)
         rows, cols = how_down.grad_codes(grad_MH, rows=True, cols=wants_w[2], amax=amax)
         grad_h = how_down.grad_input(grad_MH, rows, w_down)
@@ -75,7 +82,33 @@ class GatedMLPFunction(torch.autograd.Function):
                 part = how.grad_input(grad, rows, w)
                 grad_x = part if grad_x is None else grad_x.add_(part)
         grad_x = None if grad_x is None else grad_x.to(ctx.x_dtype)
-        return grad_x, *grads, grad_down, None, None, None, None, None, None
+        return grad_x, *grads, grad_down, *none
+
+
+def _backward_in_codes(hows, grad_MH, kept: Kept, gate_up, weights):
+    """Gradients of x and the three weights; those of gate, up and h exist as codes only, and gate's
+    and up's part in x's come from one GEMM."""
+    how_gate, how_up, how_down = hows
+    w_gate, w_up, w_down = weights
+    rows, cols = how_down.grad_codes(grad_MH, rows=True, cols=True, amax=noted_amax(grad_MH))
+    grad_h = how_down.grad_input(grad_MH, rows, w_down)
+    del rows
+    w_codes = [weight_rows(w, how_gate.recipe.weight) for w in (w_gate, w_up)]
+    codes = gated_grad_codes(hows, grad_h, gate_up, w_codes)
+    del grad_h
+    grad_down = how_down.grad_weight(grad_MH, cols, codes.h_cols, w_down)
+    rows, gate_cols, up_cols = codes[:3]
+    del cols, codes
+    grad_x = gemm(
+        rows,
+        join_transposed(w_codes),
+        out_dtype=how_gate.dtype,
+        fast_accum=how_gate.recipe.grad_input.fast_accum,
+    )
+    del rows, w_codes
+    x = how_gate.weight_operand(kept)
+    grad_gate = how_gate.grad_weight(grad_MH, gate_cols, x, w_gate)
+    return grad_x, grad_gate, how_up.grad_weight(grad_MH, up_cols, x, w_up), grad_down
 
 
 def _again(kept: Kept, w_gate, w_up, hows):

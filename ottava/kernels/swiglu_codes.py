@@ -1,0 +1,289 @@
+"""The gated activation's backward straight to the codes that the GEMMs after it read.
+
+`swiglu_backward` writes two gradients and h in BF16, only to be read and cast. Here they never
+exist: with their amaxes known (delayed scaling, or `swiglu_backward_amax`, a pass that writes
+nothing), one pass gives the codes of both gradients side by side in both orders, and h's transposed
+ones for down_proj's weight gradient. Every value is rounded to the dtype of grad_h first, so codes
+are those of a cast of `swiglu_backward`'s outputs, bit for bit. The two gradients' scales are joined
+(kernels/joined.py), so that grad_input is one GEMM over 2F.
+
+Shapes: grad_h_MF; gate, up [M, F] int8 with BF16 scales [M, ceil(F/128)], or values with None.
+M tokens, F inner features. A tile is BM rows of one group of 128 features.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from ..numerics.formats import BLOCK, FORMATS
+from ..numerics.recipe import Cast
+from .cast import Quantized, ref_transpose_codes
+from .codes import converts_fp8, encode, ref_encode, ref_scale_from_amax, scale_of
+from .joined import joined_scale, ref_joined_scales
+from .norm import raise_amax
+from .op import operator, tl, triton
+from .scale import tiles
+from .swiglu import ref_swiglu_backward, top_magnitude
+
+
+class SwigluCodes(NamedTuple):
+    """Outputs of `swiglu_backward_codes`. rows: codes [M, 2F] of [grad_gate | grad_up] under
+    grad_gate's scale, for a GEMM with the joined weights. The rest is transposed, [F, M]."""
+
+    rows: Quantized
+    gate_cols: Quantized
+    up_cols: Quantized
+    h_cols: Quantized
+
+
+# ---- reference: the specification and the CPU path ----
+
+
+def ref_swiglu_backward_amax(grad_h, gate, gate_scale, up, up_scale) -> torch.Tensor:
+    return ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, None, False)[3]
+
+
+def ref_swiglu_backward_codes(
+    grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
+    grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
+):  # fmt: skip
+    *values, found, _ = ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, None, False)
+    if amax_out is not None:
+        amax_out.copy_(torch.maximum(amax_out, found))
+    scales = ref_joined_scales(amaxes[:2], weight_scales, grad_format, grad_pow2, grad_margin)
+    h_scale = ref_scale_from_amax(amaxes[2].float(), h_format, h_pow2, h_margin)
+    gate_codes, up_codes = (
+        ref_encode(v.float() * (1.0 / s), grad_format)
+        for v, s in zip(values[:2], scales, strict=True)
+    )
+    rows = torch.cat([gate_codes.view(torch.uint8), up_codes.view(torch.uint8)], 1)
+    h_codes = ref_encode(values[2].float() * (1.0 / h_scale), h_format)
+    return [
+        rows.view(gate_codes.dtype),
+        ref_transpose_codes(rows).view(gate_codes.dtype),
+        ref_transpose_codes(h_codes),
+        *(s.reshape(1).clone() for s in scales),
+        h_scale,
+    ]
+
+
+# ---- Triton ----
+
+
+@triton.jit
+def _gradients(grad, g, u):
+    """grad_gate, grad_up and h in FP32; twin of the arithmetic in swiglu.py."""
+    sigmoid = tl.sigmoid(g)
+    silu = g * sigmoid
+    return grad * u * (sigmoid + silu * (1.0 - sigmoid)), grad * silu, silu * u
+
+
+@triton.jit
+def _load(grad_h, gate, gate_scale, up, up_scale, offs, scale_offs, inside, rows_inside):
+    grad = tl.load(grad_h + offs, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(gate + offs, mask=inside, other=0).to(tl.float32)
+    u = tl.load(up + offs, mask=inside, other=0).to(tl.float32)
+    if gate_scale is not None:
+        g *= tl.load(gate_scale + scale_offs, mask=rows_inside, other=0.0).to(tl.float32)[:, None]
+        u *= tl.load(up_scale + scale_offs, mask=rows_inside, other=0.0).to(tl.float32)[:, None]
+    return grad, g, u
+
+
+@triton.jit
+def _amax_kernel(
+    grad_h, gate, gate_scale, up, up_scale, amax, M, F, BM: tl.constexpr, BF: tl.constexpr
+):
+    """amax: three int32, of grad_gate, grad_up and h."""
+    seen_gate, seen_up, seen_h = tl.load(amax), tl.load(amax + 1), tl.load(amax + 2)
+    groups = tl.cdiv(F, BF)
+    m = tl.program_id(0) // groups * BM + tl.arange(0, BM)
+    group = tl.program_id(0) % groups
+    # Eight contiguous elements a thread for bytes too, so that all operands have one layout.
+    k = tl.max_contiguous(group * BF + tl.arange(0, BF), 8)
+    inside = (m < M)[:, None] & (k < F)[None, :]
+    wide_m = m.to(tl.int64)
+    grad, g, u = _load(
+        grad_h, gate, gate_scale, up, up_scale, wide_m[:, None] * F + k[None, :],
+        wide_m * groups + group, inside, m < M,
+    )  # fmt: skip
+    grad_gate, grad_up, h = _gradients(grad, g, u)
+    dtype: tl.constexpr = grad_h.dtype.element_ty
+    raise_amax(amax, seen_gate, top_magnitude(grad_gate.to(dtype)))
+    raise_amax(amax + 1, seen_up, top_magnitude(grad_up.to(dtype)))
+    raise_amax(amax + 2, seen_h, top_magnitude(h.to(dtype)))
+
+
+@triton.jit
+def _store_both(c, rows, cols, M, stride, i, j, in_m, in_k):
+    """Codes c [BM, BF] at `rows` (row stride `stride`; None: not), and transposed at `cols`."""
+    if rows is not None:
+        tl.store(rows + i[:, None] * stride + j[None, :], c, mask=in_m[:, None] & in_k[None, :])
+    tl.store(cols + j[:, None] * M + i[None, :], tl.trans(c), mask=in_k[:, None] & in_m[None, :])
+
+
+@triton.jit
+def _codes_kernel(
+    grad_h, gate, gate_scale, up, up_scale, a_gate, a_up, a_h, w_gate, w_up, amax,
+    rows, cols, h_cols, scale_gate, scale_up, scale_h, M, F,
+    GRAD_E4M3: tl.constexpr, GRAD_POW2: tl.constexpr, GRAD_MARGIN: tl.constexpr,
+    H_E4M3: tl.constexpr, H_POW2: tl.constexpr, H_MARGIN: tl.constexpr,
+    HARDWARE: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """rows [M, 2F], cols [2F, M], h_cols [F, M]. amax: where the three new amaxes go, or None."""
+    if amax is not None:
+        seen_gate, seen_up, seen_h = tl.load(amax), tl.load(amax + 1), tl.load(amax + 2)
+    s_gate = joined_scale(
+        a_gate, a_up, None, w_gate, w_up, None, w_gate, GRAD_E4M3, GRAD_POW2, GRAD_MARGIN
+    )
+    s_up = joined_scale(
+        a_gate, a_up, None, w_gate, w_up, None, w_up, GRAD_E4M3, GRAD_POW2, GRAD_MARGIN
+    )
+    s_h = scale_of(tl.load(a_h), H_E4M3, H_POW2, H_MARGIN)
+    first = tl.program_id(0) == 0
+    tl.store(scale_gate, s_gate, mask=first)
+    tl.store(scale_up, s_up, mask=first)
+    tl.store(scale_h, s_h, mask=first)
+    groups = tl.cdiv(F, BF)
+    pid_m, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    i, j = tl.arange(0, BM), tl.max_contiguous(tl.arange(0, BF), 8)
+    in_m, in_k = pid_m * BM + i < M, group * BF + j < F
+    base = pid_m * BM * F + group * BF
+    grad, g, u = _load(
+        grad_h + base, gate + base, gate_scale, up + base, up_scale,
+        i[:, None] * F + j[None, :], (pid_m * BM + i) * groups + group,
+        in_m[:, None] & in_k[None, :], in_m,
+    )  # fmt: skip
+    grad_gate, grad_up, h = _gradients(grad, g, u)
+    dtype: tl.constexpr = grad_h.dtype.element_ty
+    grad_gate, grad_up, h = grad_gate.to(dtype), grad_up.to(dtype), h.to(dtype)
+    if amax is not None:
+        raise_amax(amax, seen_gate, top_magnitude(grad_gate))
+        raise_amax(amax + 1, seen_up, top_magnitude(grad_up))
+        raise_amax(amax + 2, seen_h, top_magnitude(h))
+    rows += pid_m * BM * 2 * F + group * BF
+    turned = group.to(tl.int64) * BF * M + pid_m * BM
+    turned_up = (group.to(tl.int64) * BF + F) * M + pid_m * BM
+    c = encode(grad_gate.to(tl.float32) * tl.div_rn(1.0, s_gate), GRAD_E4M3, HARDWARE)
+    _store_both(c, rows, cols + turned, M, 2 * F, i, j, in_m, in_k)
+    c = encode(grad_up.to(tl.float32) * tl.div_rn(1.0, s_up), GRAD_E4M3, HARDWARE)
+    _store_both(c, rows + F, cols + turned_up, M, 2 * F, i, j, in_m, in_k)
+    c = encode(h.to(tl.float32) * tl.div_rn(1.0, s_h), H_E4M3, HARDWARE)
+    _store_both(c, None, h_cols + turned, M, 0, i, j, in_m, in_k)
+
+
+# ---- Triton wrappers: same arguments and results as the references ----
+
+_ROWS = 32  # rows of a tile: 16 elements a thread with 8 warps
+_REGISTERS = 80  # a thread, for the codes: three such tiles on an SM, at the price of a few spills
+
+
+def triton_swiglu_backward_amax(grad_h, gate, gate_scale, up, up_scale) -> torch.Tensor:
+    amax = torch.zeros(3, dtype=torch.float32, device=grad_h.device)
+    if grad_h.numel():
+        _amax_kernel[tiles(*grad_h.shape, _ROWS, BLOCK)](
+            grad_h.contiguous(), gate.contiguous(), gate_scale, up.contiguous(), up_scale,
+            amax.view(torch.int32), *grad_h.shape, BM=_ROWS, BF=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return amax
+
+
+def triton_swiglu_backward_codes(
+    grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
+    grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
+):  # fmt: skip
+    if not grad_h.numel():
+        return ref_swiglu_backward_codes(
+            grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
+            grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
+        )  # fmt: skip
+    M, F = grad_h.shape
+    rows, cols, h_cols = (
+        torch.empty(shape, dtype=torch.uint8, device=grad_h.device)
+        for shape in ((M, 2 * F), (2 * F, M), (F, M))
+    )
+    scales = [torch.empty(1, dtype=torch.float32, device=grad_h.device) for _ in range(3)]
+    _codes_kernel[tiles(M, F, _ROWS, BLOCK)](
+        grad_h.contiguous(), gate.contiguous(), gate_scale, up.contiguous(), up_scale,
+        *(a.view(torch.int32) for a in amaxes), *weight_scales,
+        None if amax_out is None else amax_out.view(torch.int32), rows, cols, h_cols, *scales, M, F,
+        GRAD_E4M3=grad_format == "e4m3", GRAD_POW2=grad_pow2, GRAD_MARGIN=grad_margin,
+        H_E4M3=h_format == "e4m3", H_POW2=h_pow2, H_MARGIN=h_margin,
+        HARDWARE=converts_fp8(grad_h.device), BM=_ROWS, BF=BLOCK, num_warps=8,
+        maxnreg=_REGISTERS,
+    )  # fmt: skip
+    grad_dtype, h_dtype = FORMATS[grad_format].dtype, FORMATS[h_format].dtype
+    return [rows.view(grad_dtype), cols.view(grad_dtype), h_cols.view(h_dtype), *scales]
+
+
+# ---- operators ----
+
+
+def _fake_codes(
+    grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
+    grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
+):  # fmt: skip
+    rows, cols = grad_h.shape
+    grad, h = FORMATS[grad_format].dtype, FORMATS[h_format].dtype
+    return [
+        grad_h.new_empty(rows, 2 * cols, dtype=grad),
+        grad_h.new_empty(2 * cols, rows, dtype=grad),
+        grad_h.new_empty(cols, rows, dtype=h),
+        *(grad_h.new_empty(1, dtype=torch.float32) for _ in range(3)),
+    ]
+
+
+_KEPT = "Tensor grad_h, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale"
+_backward_amax = operator(
+    f"swiglu_backward_amax({_KEPT}) -> Tensor",
+    reference=ref_swiglu_backward_amax,
+    fake=lambda grad_h, *_: grad_h.new_empty(3, dtype=torch.float32),
+    cuda=triton_swiglu_backward_amax,
+)
+_backward_codes = operator(
+    f"swiglu_backward_codes({_KEPT}, Tensor[] amaxes, Tensor[] weight_scales, "
+    "Tensor(a!)? amax_out, str grad_format, bool grad_pow2, int grad_margin, str h_format, "
+    "bool h_pow2, int h_margin) -> Tensor[]",
+    reference=ref_swiglu_backward_codes,
+    fake=_fake_codes,
+    cuda=triton_swiglu_backward_codes,
+)
+
+
+def swiglu_backward_amax(grad_h, gate_codes, gate_scale, up_codes, up_scale) -> list[torch.Tensor]:
+    """Amaxes (1,) FP32 of grad_gate, grad_up and h, as `swiglu_backward` would give them."""
+    return list(_backward_amax(grad_h, gate_codes, gate_scale, up_codes, up_scale).split(1))
+
+
+def swiglu_backward_codes(
+    grad_h: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None],
+    amaxes: list[torch.Tensor],
+    weight_scales: list[torch.Tensor],
+    grad_cast: Cast,
+    h_cast: Cast,
+    *,
+    amax_out: torch.Tensor | None = None,
+) -> SwigluCodes:
+    """Codes of grad_gate, grad_up (scales joined under the two weights' scales) and h.
+
+    kept: gate and up, codes and scale each, as `swiglu` gave them. amaxes: fp32 (1,) of grad_gate,
+    grad_up and h, which set the scales. amax_out: fp32 (3,), receives their amaxes.
+    Casts per tensor and to nearest; ValueError otherwise.
+    """
+    for cast in (grad_cast, h_cast):
+        if cast.granularity != "tensor" or cast.rounding != "nearest":
+            raise ValueError(f"swiglu_backward_codes: per tensor and to nearest only: {cast}")
+    rows, cols, h_cols, s_gate, s_up, s_h = _backward_codes(
+        grad_h, *kept, amaxes, weight_scales, amax_out,
+        grad_cast.format, grad_cast.scale_kind == "pow2", grad_cast.margin,
+        h_cast.format, h_cast.scale_kind == "pow2", h_cast.margin,
+    )  # fmt: skip
+    gate_cols, up_cols = cols.chunk(2)
+    return SwigluCodes(
+        Quantized(rows, s_gate, "tensor"),
+        Quantized(gate_cols, s_gate, "tensor"),
+        Quantized(up_cols, s_up, "tensor"),
+        Quantized(h_cols, s_h, "tensor"),
+    )

@@ -1,0 +1,139 @@
+"""The gated activation's backward straight to codes: those of a cast of the plain backward's outputs."""
+
+import math
+
+import pytest
+import torch
+
+from ottava.kernels import swiglu_codes
+from ottava.kernels.cast import quantize, transpose
+from ottava.kernels.joined import ref_joined_scales
+from ottava.kernels.swiglu import ref_swiglu, ref_swiglu_backward, triton_swiglu_backward
+from ottava.numerics.formats import error_db
+from ottava.numerics.recipe import Cast
+
+GRAD, INPUT = Cast(format="e5m2"), Cast()
+IMPLEMENTATIONS = {
+    "reference": (
+        swiglu_codes.ref_swiglu_backward_amax, swiglu_codes.ref_swiglu_backward_codes,
+        ref_swiglu_backward,
+    ),
+    "triton": (
+        swiglu_codes.triton_swiglu_backward_amax, swiglu_codes.triton_swiglu_backward_codes,
+        triton_swiglu_backward,
+    ),
+}  # fmt: skip
+SHAPES = [(1, 1), (3, 130), (33, 128), (40, 300)]
+
+
+@pytest.fixture(params=list(IMPLEMENTATIONS))
+def kernels(request):
+    return IMPLEMENTATIONS[request.param]
+
+
+def case(M, F, dtype, device, keep=True):
+    gate, up, grad = (torch.randn(M, F).to(dtype).to(device) for _ in range(3))
+    kept = ref_swiglu(gate, up, None, True)[2:] if keep else (gate, None, up, None)
+    weights = [torch.tensor([2.0**-9], device=device), torch.tensor([2.0**-7], device=device)]
+    return 0.01 * grad, kept, weights
+
+
+def run(codes, grad, kept, amaxes, weights, grad_cast=GRAD, h_cast=INPUT, amax_out=None):
+    casts = [x for c in (grad_cast, h_cast) for x in (c.format, c.scale_kind == "pow2", c.margin)]
+    return codes(grad, *kept, amaxes, weights, amax_out, *casts)
+
+
+def same_codes(got, want):
+    """Bit for bit; on a GPU two kernels may contract a product and a sum differently."""
+    got, want = got.view(torch.uint8), want.view(torch.uint8)
+    wrong = (got != want).float().mean().item()
+    return got.shape == want.shape and wrong <= (1e-3 if got.is_cuda else 0.0)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["int8", "values"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_codes_are_a_cast_of_the_plain_backward(kernels, shape, dtype, keep, device):
+    amax, codes, plain = kernels
+    grad, kept, weights = case(*shape, dtype, device, keep)
+    grad_gate, grad_up, h, found, _ = plain(grad, *kept, None, False)
+    amaxes = amax(grad, *kept)
+    assert torch.equal(amaxes, found)
+    for grad_cast, h_cast in ((GRAD, INPUT), (Cast(scale_kind="pow2"), Cast(margin=1))):
+        noted = torch.zeros(3, device=device)
+        tops = list(amaxes.split(1))
+        rows, cols, h_cols, s_gate, s_up, s_h = run(
+            codes, grad, kept, tops, weights, grad_cast, h_cast, noted
+        )
+        assert torch.equal(noted, found)
+        args = grad_cast.format, grad_cast.scale_kind == "pow2", grad_cast.margin
+        assert torch.equal(torch.cat([s_gate, s_up]), ref_joined_scales(tops[:2], weights, *args))
+        want_gate, want_up = (
+            quantize(x, grad_cast, scale=s).codes for x, s in ((grad_gate, s_gate), (grad_up, s_up))
+        )
+        want = torch.cat([want_gate.view(torch.uint8), want_up.view(torch.uint8)], 1)
+        assert same_codes(rows, want) and same_codes(cols, want.t())
+        want = quantize(h, h_cast, amax=tops[2])
+        assert torch.equal(want.scale, s_h) and same_codes(h_cols, transpose(want).codes)
+
+
+def test_both_implementations_agree(device):
+    """Their exponentials differ in the last place, so that a code may be the next one."""
+    grad, kept, weights = case(70, 300, torch.float32, device)
+    outs = []
+    for amax, codes, _ in IMPLEMENTATIONS.values():
+        outs.append(run(codes, grad, kept, list(amax(grad, *kept).split(1)), weights))
+    for a, b in zip(outs[0][:3], outs[1][:3], strict=True):
+        assert error_db(a.float(), b.float()) > 45
+    for a, b in zip(outs[0][3:], outs[1][3:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_non_finite_values_stay_visible(kernels, bad, device):
+    amax, codes, _ = kernels
+    grad, kept, weights = case(40, 130, torch.float32, device)
+    grad[17, 129] = bad
+    amaxes = amax(grad, *kept)
+    assert not amaxes[:2].isfinite().any() and amaxes[2].isfinite()
+    out = run(codes, grad, kept, list(amaxes.split(1)), weights)
+    assert not out[0].float()[17, [129, 259]].isfinite().any()
+    clean = [i for i in range(40) if i != 17]
+    assert out[0].float()[clean].isfinite().all() and out[2].float().isfinite().all()
+    assert all(torch.isfinite(s) and s > 0 for s in out[3:])
+
+
+def test_a_scale_from_earlier_steps_saturates(kernels, device):
+    _, codes, _ = kernels
+    grad, kept, weights = case(33, 130, torch.float32, device)
+    tops = [torch.full((1,), t, device=device) for t in (1e-4, 1e-4, 1e-2)]
+    out = run(codes, grad, kept, tops, weights)
+    assert out[0].float().abs().max() == 57344 and out[2].float().abs().max() == 448
+
+
+def test_empty_refused_and_fakes(device):
+    grad, kept, weights = case(0, 130, torch.float32, device)
+    for amax, codes, _ in IMPLEMENTATIONS.values():
+        amaxes = amax(grad, *kept)
+        out = run(codes, grad, kept, list(amaxes.split(1)), weights)
+        assert (amaxes == 0).all() and [tuple(t.shape) for t in out[:3]] == [
+            (0, 260), (260, 0), (130, 0)
+        ]  # fmt: skip
+    grad, kept, weights = case(5, 140, torch.float32, device)
+    tops = swiglu_codes.swiglu_backward_amax(grad, *kept)
+    out = swiglu_codes.swiglu_backward_codes(grad, kept, tops, weights, GRAD, INPUT)
+    assert out.gate_cols.codes.shape == out.up_cols.codes.shape == (140, 5)
+    assert out.gate_cols.codes.is_contiguous() and out.up_cols.codes.is_contiguous()
+    with pytest.raises(ValueError, match="to nearest only"):
+        swiglu_codes.swiglu_backward_codes(grad, kept, tops, weights, GRAD, Cast(granularity="row"))
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    casts = ("e5m2", False, 0, "e4m3", False, 0)
+    real = swiglu_codes._backward_codes(grad, *kept, tops, weights, None, *casts)
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(t) for t in (grad, *kept, *tops, *weights)]
+        fake = swiglu_codes._backward_codes(*fake[:5], fake[5:8], fake[8:], None, *casts)
+    assert [(t.shape, t.dtype, t.stride()) for t in real] == [
+        (t.shape, t.dtype, t.stride()) for t in fake
+    ]
