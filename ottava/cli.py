@@ -332,28 +332,30 @@ def report(
 
 @app.command()
 def diagnose(
-    folder: Annotated[Path, typer.Argument(help="The folder of a run.")], as_json: Json = False
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    against: Annotated[
+        Path | None,
+        typer.Option(help="A run on the same data in higher precision, to judge the loss by."),
+    ] = None,
+    as_json: Json = False,
 ) -> None:
-    """Say what is wrong with a run and which setting to change, from its run.jsonl.
+    """Say what is wrong with a run, why, and which setting to change, from its run.jsonl.
 
-    Looks at: how the run ended, unreadable lines, a loss that is not finite, skipped steps, a loss
-    that never falls or rises again, gradient norms far above their median, saturation and underflow
-    of 8-bit casts (where recorded), a loss scale at its floor, a rising validation loss. Nothing else.
+    One rule for each fault it knows, with the evidence that it saw; --json lists the rules.
     """
-    from .monitor.diagnose import CHECKS
+    from .monitor.diagnose import RULES
     from .monitor.diagnose import diagnose as look
 
     with _request():
-        findings = look(folder)
-    checks = {name: check.__doc__ for name, check in CHECKS.items()}
+        findings = look(folder, against)
     if as_json:
-        _print_json({"findings": [vars(f) for f in findings], "checks": checks})
+        rules = {r.name: {"source": r.source, "symptom": r.symptom} for r in RULES.values()}
+        _print_json({"findings": [asdict(f) for f in findings], "rules": rules})
         return
     for f in findings:
-        out.print(
-            f"{f.level.upper()}  {f.what}\n    seen: {f.evidence}\n    try:  {f.change}",
-        )
-    out.print(f"{len(findings)} finding(s). Looked at: {'; '.join(checks.values())}.")
+        out.print(f"{f.level.upper()}  {f.symptom} ({f.rule})")
+        out.print(f"    seen:  {f.evidence}\n    cause: {f.cause}\n    try:   {f.setting}")
+    out.print(f"{len(findings) or 'nothing'} found by {len(RULES)} rules.")
 
 
 @app.command()

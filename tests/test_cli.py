@@ -251,9 +251,9 @@ def test_diagnose_prints_findings_and_json(capsys, finished):
     code, out, _ = run(capsys, "diagnose", finished, "--json")
     found = json.loads(out)
     assert code == DONE
-    assert {f["check"] for f in found["findings"]} == {"non-finite", "skipped"}
+    assert {f["rule"] for f in found["findings"]} == {"bad-steps"}
     code, out, _ = run(capsys, "diagnose", finished)
-    assert code == DONE and out.startswith("ERROR") and "step 30" in out and "Looked at:" in out
+    assert code == DONE and out.startswith("WARNING") and "steps 30" in out and "optimizer.clip_norm=" in out
 
 
 def test_diagnose_and_report_refuse_a_folder_without_a_run(capsys, tmp_path):

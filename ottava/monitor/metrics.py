@@ -3,8 +3,9 @@
 Every line has `kind` and `step` (optimizer steps done when it was written; a step line's own step
 counts). Kinds and their fields:
 
-    start    version, name, preset, device, params, fp8_modules, tokens_per_step, steps, config
-    resume   from (checkpoint), skipped (checkpoints passed over, with the reason)
+    start    version, name, preset, device, device_gib, params, vocab, fp8_modules, fp8_share (of the
+             GEMM FLOPs), emulated (no FP8 unit), tokens_per_step, steps, config
+    resume   from (checkpoint), notes (checkpoints passed over, settings that changed)
     step     loss (nats per token), grad_norm (null in a fused step), lr, tokens, tok_per_s, step_ms,
              percent (of the machine's speed, see speed.py), memory_gib (peak), stepped (bool),
              precision ("fp8" | "high"), scale (loss scale; null without), data_ms (waiting for
@@ -41,7 +42,9 @@ from typing import Any
 VERSION = 1
 FILE = "run.jsonl"
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
-_TEXT = ("kind", "name", "preset", "device", "path", "from", "text", "status", "reason", "cause")
+_TEXT = (
+    "kind", "name", "preset", "device", "path", "from", "text", "status", "reason", "cause", "row",
+)  # fmt: skip
 
 
 class MetricsWriter:

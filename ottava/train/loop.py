@@ -255,9 +255,10 @@ def _held(trainer: Trainer) -> str:
 
 def _facts(trainer: Trainer, speed: Speed) -> dict[str, Any]:
     config, plan = trainer.config, trainer.plan
-    device = str(trainer.device)
+    device, gib = str(trainer.device), None
     if trainer.device.type == "cuda":
         device = torch.cuda.get_device_name(trainer.device)
+        gib = torch.cuda.get_device_properties(trainer.device).total_memory / 2**30
     train = config.train
     return {
         "version": VERSION,
@@ -265,9 +266,13 @@ def _facts(trainer: Trainer, speed: Speed) -> dict[str, Any]:
         "name": config.name,
         "preset": train.preset,
         "device": device,
+        "device_gib": gib,
         "speed": str(speed),
         "params": sum(p.numel() for p in trainer.model.parameters()),
         "fp8_modules": plan.num_fp8 if plan else 0,
+        "fp8_share": plan.share_flops if plan else 0.0,
+        "emulated": bool(plan and plan.emulated),
+        "vocab": trainer.model.config.vocab_size,
         "tokens_per_step": train.micro_batch
         * train.accumulate
         * config.data.sequence_length
