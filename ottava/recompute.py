@@ -1,19 +1,25 @@
 """What is computed again in backward instead of kept: train.recompute = "none", "mlp" or "layer".
 
 "mlp" of a converted model is the gated MLP's own business (layers/mlp.py); what is left, whole
-decoder layers and the MLPs of plain models, runs under torch's non-reentrant checkpointing.
+decoder layers and the MLPs of plain models, runs as stretches (stretch.py). Where the layers compute
+in 8 bits, their inputs are kept in 8 bits too.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from .layers.autocast import recipe_in_force
 from .numerics.policy import Plan
+from .numerics.recipe import Recipe
+from .stretch import run_stretch
 
 
 def wrap_recompute(
@@ -23,13 +29,15 @@ def wrap_recompute(
     precision: Callable[[], AbstractContextManager],
     *,
     draws_random: bool = True,
+    keep: str = "int8",
 ) -> None:
     """Make the modules that `which` names recompute their forward in backward, in place.
 
     `precision()` is the 8-bit context of the running step: backward may run in another thread,
     where a context entered around forward does not reach. draws_random: whether a layer may draw
     random numbers; random states are then kept and put back, which a CUDA graph does not allow.
-    Raises ValueError when the model has no layers that it could name.
+    keep: how a module's input is kept while its plan's recipes are in force, "int8" or "high"; any
+    other input is kept as it is. Raises ValueError when the model has no layers to name.
     """
     if which == "none":
         return
@@ -43,22 +51,35 @@ def wrap_recompute(
             for name, module in model.named_modules()
             if name.rpartition(".")[2] == "mlp" and name not in fused
         ]
-
-    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
-        return nullcontext(), precision()
-
+    recipe = next((r.recipe for r in plan.rows if r.recipe), None) if plan else None
     for module in targets:
         module.forward = functools.partial(  # type: ignore[method-assign]
-            checkpoint, module.forward, use_reentrant=False, context_fn=contexts,
-            preserve_rng_state=draws_random,
-        )  # fmt: skip
+            _recomputed, module.forward, precision, recipe, draws_random=draws_random, keep=keep
+        )
+
+
+def _recomputed(
+    forward: Callable[..., Any],
+    precision,
+    recipe: Recipe | None,
+    *args,
+    draws_random,
+    keep,
+    **kwargs,
+) -> Any:
+    if torch.compiler.is_compiling():  # the compiler knows this one, and chooses what to keep
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+    keep = keep if recipe_in_force(recipe).keeps_codes else "high"
+    return run_stretch(
+        forward, args, kwargs, keep=keep, precision=precision, draws_random=draws_random
+    )
 
 
 def restores_random_states(model: nn.Module) -> bool:
     """Whether `wrap_recompute` made a module of `model` put random states back."""
     forwards = (m.__dict__.get("forward") for m in model.modules())
     return any(
-        isinstance(f, functools.partial) and f.keywords.get("preserve_rng_state") for f in forwards
+        isinstance(f, functools.partial) and f.keywords.get("draws_random") for f in forwards
     )
 
 

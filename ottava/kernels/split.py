@@ -89,12 +89,15 @@ def ref_decode_bf16(code: torch.Tensor, residual: torch.Tensor, bits: int) -> to
 
 
 def ref_unpack_split(
-    codes: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor | None
+    codes: torch.Tensor,
+    residual: torch.Tensor,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     bits = 8 * residual.element_size()
     if scale is None:
-        return ref_decode_bf16(codes.view(torch.int16), residual, bits)
-    return ref_decode_codes(codes.view(torch.uint8), residual, bits) * scale
+        return ref_decode_bf16(codes.view(torch.int16), residual, bits).to(dtype)
+    return (ref_decode_codes(codes.view(torch.uint8), residual, bits) * scale).to(dtype)
 
 
 # ---- Triton device functions, twins of the above ----
@@ -168,13 +171,16 @@ def _unpack_kernel(
         w = tl.where((c & 0x7F) == 0x7F, float("nan"), w)
     else:
         w = decode_bf16(c, r, BITS)
-    tl.store(out + offs, w, mask=mask)
+    tl.store(out + offs, w.to(out.dtype.element_ty), mask=mask)
 
 
 def triton_unpack_split(
-    codes: torch.Tensor, residual: torch.Tensor, scale: torch.Tensor | None
+    codes: torch.Tensor,
+    residual: torch.Tensor,
+    scale: torch.Tensor | None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
+    out = torch.empty(codes.shape, dtype=dtype, device=codes.device)
     n, block = codes.numel(), 2048
     if n:
         raw = codes.view(torch.int16 if scale is None else torch.uint8)
@@ -187,10 +193,10 @@ def triton_unpack_split(
 
 
 _unpack = operator(
-    "unpack_split(Tensor codes, Tensor residual, Tensor? scale) -> Tensor",
+    "unpack_split(Tensor codes, Tensor residual, Tensor? scale, ScalarType dtype) -> Tensor",
     reference=ref_unpack_split,
-    fake=lambda codes, residual, scale: torch.empty(
-        codes.shape, dtype=torch.float32, device=codes.device
+    fake=lambda codes, residual, scale, dtype: torch.empty(
+        codes.shape, dtype=dtype, device=codes.device
     ),
     cuda=triton_unpack_split,
 )
@@ -238,7 +244,7 @@ def unpack_split(
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The master weight of a split, computed in FP32 and rounded to `dtype`."""
-    return _unpack(codes, residual, scale).to(dtype)
+    return _unpack(codes, residual, scale, dtype)
 
 
 def weight_amax(w: torch.Tensor) -> torch.Tensor:
@@ -387,12 +393,13 @@ def store_split(p: SplitParameter, w: torch.Tensor) -> None:
 def _pack_into(split: Split, w: torch.Tensor, residual_bits: int) -> None:
     """Pack `w` into the tensors of `split`, some rows at a time: packing takes 24 bytes an element."""
     rows = max(1, _CHUNK * w.shape[0] // max(1, w.numel())) if w.dim() else 1
-    pieces = (t.split(rows) if t.dim() else [t] for t in (w, split.codes, split.residual))
-    parts = zip(*pieces, strict=True)
-    for i, (part, codes, residual) in enumerate(parts):
+    for start in range(0, w.shape[0] if w.dim() else 1, rows):
+        at = slice(start, start + rows) if w.dim() else ...
         scale = split.scale
         if scale is not None and scale.dim() == 3:
-            scale = scale[i * rows : (i + 1) * rows]
-        packed = pack_split(part.float(), scale, residual_bits)
-        codes.copy_(packed.codes)
-        residual.copy_(packed.residual)
+            scale = scale[at]
+        packed = pack_split(w[at].float(), scale, residual_bits)
+        split.codes[at].copy_(packed.codes)
+        split.residual[at].copy_(packed.residual)
+        if type(w) is FakeTensor or w.is_meta:
+            break  # no values, and every piece takes what the first one takes

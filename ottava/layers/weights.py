@@ -24,8 +24,15 @@ def grad_dtype_of(parameter: torch.Tensor) -> torch.dtype:
 
 
 def weight_values(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The weight in `dtype`, also where the parameter holds codes of a split master."""
-    return weight.dequantize(dtype) if isinstance(weight, SplitParameter) else weight.to(dtype)
+    """The weight in `dtype`, to be read only, also where the parameter is a split master.
+
+    BF16 of a master in BF16 and a residual is its BF16 part: the nearest, and nothing is made.
+    """
+    if not isinstance(weight, SplitParameter):
+        return weight.to(dtype)
+    if weight.scale is None and weight.dtype == dtype:
+        return weight.data
+    return weight.dequantize(dtype)
 
 
 def _stored_codes(weight: torch.Tensor, cast: Cast) -> Quantized | None:

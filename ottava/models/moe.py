@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
+from ..stretch import decided
+
 
 def in_backward() -> bool:
     """Whether autograd is running a backward pass here: a forward then is a recomputation."""
@@ -80,7 +82,7 @@ class Router(nn.Module):
         tokens = x_BTh.reshape(-1, x_BTh.shape[-1])
         with torch.autocast(x_BTh.device.type, enabled=False):
             score = _Logits.apply(tokens, self.weight).sigmoid()
-            index = (score + self.e_score_correction_bias).topk(self.top_k, dim=-1, sorted=False)[1]
+            index = decided(lambda: self._select(score))
             weight = score.gather(1, index)
             if self.norm_topk_prob:
                 weight = weight / (weight.sum(-1, keepdim=True) + 1e-20)
@@ -88,6 +90,10 @@ class Router(nn.Module):
             if self.training:
                 self._observe(score, index, x_BTh.shape[-2])
         return index, weight
+
+    @torch.no_grad()
+    def _select(self, score: Tensor) -> Tensor:
+        return (score + self.e_score_correction_bias).topk(self.top_k, dim=-1, sorted=False)[1]
 
     def _observe(self, score: Tensor, index: Tensor, length: int) -> None:
         """Count the selections and, if weighted, form the sequence loss."""
