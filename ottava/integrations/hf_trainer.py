@@ -23,6 +23,7 @@ from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 
 from ..convert import convert, plan
 from ..kernels.gemm import fp8_gemms
+from ..layers.head import ChunkedCausalLM
 from ..numerics.policy import Plan, Policy
 from ..numerics.recipe import Recipe
 from ..optim.adamw import AdamW
@@ -93,7 +94,9 @@ class OttavaCallback(TrainerCallback):
             convert(model, made, activations=torch.bfloat16 if args.bf16 else None)
             self.plan = made
         if self.logits == "eval" and not args.prediction_loss_only:
-            model.logits_in_eval = True
+            for module in model.modules():  # a causal LM may be wrapped, as PEFT does
+                if isinstance(module, ChunkedCausalLM):
+                    module.logits_in_eval = True
         if self.optimizer is not None:
             args.optim = self._register()
         said(str(self.plan))
