@@ -16,17 +16,19 @@ from ..kernels import cast as casts
 from ..kernels.attention import attention, attention_backward
 from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
+from ..kernels.joined import quantize_joined
 from ..kernels.loss import softmax_loss_
 from ..kernels.norm import rms_norm, rms_norm_backward
 from ..kernels.rope import rope
 from ..kernels.swiglu import swiglu, swiglu_backward
+from ..kernels.swiglu_codes import swiglu_backward_amax, swiglu_backward_codes
 from ..numerics.recipe import Cast
 from ..optim.adamw import AdamW
 
 Tensors = dict[str, Tensor]
 Size = tuple[int, ...]
 BF16 = torch.bfloat16
-TENSOR, ROW = Cast(), Cast(granularity="row")
+TENSOR, ROW, GRAD = Cast(), Cast(granularity="row"), Cast(format="e5m2")
 GROUP = Cast(granularity="group", scale_kind="pow2")
 EXACT = 120.0  # dB: equal, or different in a few last bits of FP32
 CLOSE = 45.0  # dB: BF16 outputs of sums taken in another order, codes next to a rounding edge
@@ -142,6 +144,36 @@ def _swiglu_backward_inputs(size: Size, generator: torch.Generator) -> Tensors:
 def _swiglu_backward(t: Tensors) -> tuple[Tensor, ...]:
     out = swiglu_backward(t["grad"], t["gate"], t["gate_scale"], t["up"], t["up_scale"])
     return tuple(out)[:6]
+
+
+def _swiglu_amax(t: Tensors) -> tuple[Tensor, ...]:
+    kept = (t[k] for k in ("grad", "gate", "gate_scale", "up", "up_scale"))
+    return (torch.cat(swiglu_backward_amax(*kept)),)
+
+
+def _swiglu_codes_inputs(size: Size, generator: torch.Generator) -> Tensors:
+    t = _swiglu_backward_inputs(size, generator)
+    t["amax"] = _swiglu_amax(t)[0]
+    return t | {"weights": torch.tensor([2.0**-9, 2.0**-8])}
+
+
+def _swiglu_codes(t: Tensors) -> tuple[Tensor, ...]:
+    kept = tuple(t[k] for k in ("gate", "gate_scale", "up", "up_scale"))
+    scales = list(t["amax"].split(1)), list(t["weights"].split(1))
+    out = swiglu_backward_codes(t["grad"], kept, *scales, GRAD, TENSOR)
+    return tuple(q.codes for q in out)
+
+
+def _parts(size: Size, generator: torch.Generator) -> Tensors:
+    parts = {f"x{i}": 0.1**i * _randn(generator, *size) for i in range(3)}
+    amax = torch.stack([x.float().abs().amax() for x in parts.values()])
+    return parts | {"amax": amax, "weights": torch.tensor([2.0**-9, 2.0**-8, 2.0**-9])}
+
+
+def _joined(t: Tensors) -> tuple[Tensor, ...]:
+    parts, scales = [t[f"x{i}"] for i in range(3)], [list(t[k].split(1)) for k in ("amax", "weights")]
+    rows, cols = quantize_joined(parts, *scales, GRAD)
+    return rows.codes, *(q.codes for q in cols)
 
 
 def _rope_inputs(size: Size, generator: torch.Generator) -> Tensors:
@@ -274,6 +306,7 @@ CASES: tuple[Case, ...] = (
     Case("cast, row, both orders", _matrix, _both_of(ROW), _bytes(4), "copy", _X, _W1_F, EXACT,
          "columns need their amax first: x is read twice"),
     Case("cast, 1x128, both orders", _matrix, _both_of(GROUP), _bytes(4), "copy", _X, _W1_F, EXACT),
+    Case("cast, three joined, both orders", _parts, _joined, _bytes(12), "copy", _X, _W1_X, EXACT),
     Case("transpose codes", _as_codes, _transpose, _bytes(2), "copy", _X, _W1_F, EXACT),
     Case("int8 storage", _matrix, lambda t: casts.quantize_int8(t["x"]), _bytes(3), "copy", _X,
          _W1_F, CLOSE),
@@ -283,6 +316,10 @@ CASES: tuple[Case, ...] = (
     Case("rms norm backward", _norm_backward_inputs, _norm_backward, _bytes(7), "copy", _X, _W1_X),
     Case("swiglu", _swiglu_inputs, _swiglu, _bytes(8), "copy", _X, _W1_F),
     Case("swiglu backward", _swiglu_backward_inputs, _swiglu_backward, _bytes(10), "copy", _X, _W1_F),
+    Case("swiglu backward, amaxes", _swiglu_backward_inputs, _swiglu_amax, _bytes(4), "copy", _X,
+         _W1_F),
+    Case("swiglu backward, codes", _swiglu_codes_inputs, _swiglu_codes, _bytes(9), "copy", _X,
+         _W1_F, 40.0),
     Case("rope", _rope_inputs, _rope, _bytes(4), "copy", (2, 37, 3, 64), (8, 2048, 16, 128)),
     Case("softmax loss", _loss_inputs, _loss, _bytes(4), "copy", (50, 1000), (4096, 32000)),
     Case("adamw, split16, 8-bit", _adamw_inputs, _adamw, _bytes(10), "copy", (96, 160), (8192, 4096),
