@@ -1,5 +1,8 @@
 """The step inside backward: the same bits as a plain step, and what it refuses and skips."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from optimizer_cases import everything, same
@@ -165,3 +168,17 @@ def test_fused_clipping_skips_what_is_not_finite():
     (model(torch.randn(4, 64)).sum() * torch.inf).backward()
     opt.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_dropped_model_is_freed_with_its_moments():
+    def make():
+        model = torch.nn.Linear(64, 64).bfloat16()
+        opt = AdamW(model.parameters(), lr=1e-3)
+        fuse_backward(model, opt)
+        model(torch.randn(16, 64, dtype=torch.bfloat16)).sum().backward()
+        opt.step()
+        return weakref.ref(opt), weakref.ref(model), weakref.ref(model.weight)
+
+    refs = make()
+    gc.collect()
+    assert all(ref() is None for ref in refs)

@@ -14,6 +14,7 @@ when the loss is not finite.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -68,6 +69,16 @@ def fuse_backward(
     return FusedBackward(opt, clip, max_norm, measure or clip is not None)
 
 
+def _weakly(hook: weakref.WeakMethod):
+    def run(p: torch.Tensor) -> None:
+        method = hook()
+        if method is None:
+            raise RuntimeError("fuse_backward: the optimizer is gone, but its model trains on")
+        method(p)
+
+    return run
+
+
 class FusedBackward:
     """The hooks of one optimizer. `found_inf`: fp32 (1,) or None, the running step's guard.
 
@@ -89,7 +100,13 @@ class FusedBackward:
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._done: set[torch.Tensor] = set()
         self._groups = {p: g for g in opt.param_groups for p in g["params"] if p.requires_grad}
-        self._hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._groups]
+        # Autograd holds hooks where Python's collector does not look: a strong one would keep the
+        # parameters, and with them the whole model and its moments, alive for ever.
+        hook = weakref.WeakMethod(self._hook)
+        self._hooks = [
+            p.register_post_accumulate_grad_hook(_weakly(hook))
+            for p in self._groups
+        ]
         opt.fused = self
 
     @torch.no_grad()
