@@ -89,9 +89,16 @@ def random_batches(
 # ---- our presets: the product's own step ----
 
 
-def _ours(preset: str, recompute: str = "none", compiled: bool = False):
+def _ours(
+    preset: str, recompute: str = "none", compiled: bool = False, recipe: str = "preset"
+):
+    # The plain presets are PyTorch as one writes it: launched step by step, no CUDA graph.
+    graph = "auto" if preset in ("fp8", "fp8-lean", "storage") else "off"
+
     def build(workload: Workload, seed: int) -> Built:
-        run = workload.run(preset, steps=10_000, recompute=recompute, seed=seed)
+        run = workload.run(
+            preset, steps=10_000, recompute=recompute, seed=seed, graph=graph, recipe=recipe
+        )
         trainer = Trainer(run, device="cuda")
         if compiled:
             _compile_layers(trainer.model)
@@ -257,6 +264,7 @@ OURS = (
     *(_preset(name) for name in PRESETS if name not in ("amp-fp16", "storage")),
     _preset("fp8", "mlp"),
     _preset("fp8-lean", "layer"),
+    Variant("fp8-lean, delayed", _ours("fp8-lean", recipe="delayed"), preset="fp8-lean"),
 )
 PEERS = (
     Variant("amp, compiled", _ours("amp", compiled=True)),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..config import Data, Model, Optimizer, Run, Train
+from ..config import Data, Model, Optimizer, Precision, Run, Train
 from ..models.presets import preset_config
 
 
@@ -26,7 +26,10 @@ class Workload:
         """Tokens a step."""
         return self.batch * self.length
 
-    def run(self, preset: str, *, steps: int, recompute: str = "none", seed: int = 0) -> Run:
+    def run(
+        self, preset: str, *, steps: int, recompute: str = "none", seed: int = 0,
+        graph: str = "auto", recipe: str = "preset",
+    ) -> Run:  # fmt: skip
         """The run of this workload under a preset: AdamW, constant lr 1e-4, no clipping."""
         return Run(
             name=f"{self.name}-{preset}",
@@ -36,9 +39,10 @@ class Workload:
             data=Data(source="random", sequence_length=self.length, document_mask=False),
             train=Train(
                 preset=preset, steps=steps, micro_batch=self.batch, recompute=recompute,
-                eval_batches=0, resume="never",
+                eval_batches=0, resume="never", graph=graph,
             ),
             optimizer=Optimizer(lr=1e-4, schedule="constant"),
+            precision=Precision(recipe=recipe),
         ).check()  # fmt: skip
 
 
