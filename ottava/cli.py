@@ -152,8 +152,9 @@ def doctor(as_json: Json = False) -> None:
 
 @app.command()
 def plan(
-    run_file: RunFile,
+    run_file: Annotated[Path | None, _RUN_FILE] = None,
     overrides: Overrides = None,
+    model: Annotated[str, typer.Option(help="In place of a run file: a model's name.")] = "",
     preset: Annotated[str, typer.Option(help="Plan for this preset instead of the file's.")] = "",
     gib: Annotated[
         float, typer.Option(help="GiB of the GPU to fit into; this machine's unless given.", min=0)
@@ -162,12 +163,17 @@ def plan(
 ) -> None:
     """Say, before anything runs, what computes and is kept in what, how many bytes, what fits.
 
-    Reads no data and allocates nothing: with --gib it works on a laptop for any GPU.
+    Reads no data and allocates nothing: with --gib it works on a laptop for any GPU and any model.
     """
-    from .config import load_run
+    from .config import load_run, run_of_model
 
     with _request():
-        run = load_run(run_file, overrides or ())
+        if model:  # the first argument is then an override too
+            run = run_of_model(model, [str(o) for o in (run_file, *(overrides or ())) if o])
+        elif run_file is None:
+            raise ValueError("plan: give a run file (runs/demo.toml), or --model")
+        else:
+            run = load_run(run_file, overrides or ())
         run = run.with_preset(preset).check() if preset else run
         from .memory import estimate_memory
         from .train.out_of_memory import available_gib
@@ -176,7 +182,8 @@ def plan(
         table = _planned(run, device)
         memory = estimate_memory(run, device=device)
     room = gib or available_gib(_torch_device(device))
-    others = memory.advice(room)
+    hopeless = memory.num_parameters * 4 > room * 2**30  # fp8-lean's states alone, the least
+    others = [] if hopeless else memory.advice(room)
     if as_json:
         _print_json(
             {
@@ -196,7 +203,9 @@ def plan(
     out.print(f"{'fits' if memory.fits(room) else 'does not fit'} into {room:.1f} GiB")
     for other in others:
         out.print(f"would fit: {other.settings} ({other.peak_gib:.2f} GiB)")
-    if not others and not memory.fits(room):
+    if hopeless:
+        out.print("no preset fits: 4 bytes for each parameter is the least that training takes")
+    elif not others and not memory.fits(room):
         out.print("nothing that was tried fits: a shorter data.sequence_length or a smaller model")
 
 
@@ -360,23 +369,29 @@ def diagnose(
 
 @app.command()
 def export(
-    source: Annotated[Path, typer.Argument(help="A run's folder, or one of its checkpoints.")],
+    source: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint, or FP8 files.")],
     to: Annotated[Path, typer.Argument(help="The folder to write; new or empty.")],
-    dtype: Annotated[str, typer.Option(help="bf16, fp16 or fp32.")] = "bf16",
+    format: Annotated[
+        str, typer.Option(help="bf16, fp8 (128 x 128 blocks), or released (as Xiaomi lays them).")
+    ] = "bf16",
+    dtype: Annotated[str, typer.Option(help="With --format bf16: bf16, fp16 or fp32.")] = "bf16",
+    layout: Annotated[
+        str, typer.Option(help="How FP8 files given as source are laid out: released, canonical.")
+    ] = "",
     as_json: Json = False,
 ) -> None:
-    """Write a checkpoint as a plain Hugging Face folder: safetensors and config.json."""
-    from .train.export import DTYPES, find_checkpoint
+    """Write a checkpoint as a plain Hugging Face folder: safetensors and config.json.
+
+    From a folder of FP8 files too: to BF16, or from one layout to the other.
+    """
     from .train.export import export as write
 
     with _request():
-        if dtype not in DTYPES:
-            raise ValueError(f"--dtype: {dtype!r} is not one of {', '.join(DTYPES)}")
-        checkpoint, passed_over = find_checkpoint(source)
-        for reason in passed_over:
-            err.print(f"passed over: {reason}")
-        path = write(checkpoint.path, to, dtype=dtype)
+        done = write(source, to, format=format, dtype=dtype, layout=layout or None)
+    for reason in done.passed_over:
+        err.print(f"passed over: {reason}")
     if as_json:
-        _print_json({"folder": path, "step": checkpoint.step, "dtype": dtype})
+        _print_json({k: v for k, v in asdict(done).items() if k != "passed_over"})
     else:
-        out.print(f"{path}: step {checkpoint.step} in {dtype}")
+        step = "" if done.step is None else f"step {done.step} in "
+        out.print(f"{done.folder}: {step}{done.dtype}")

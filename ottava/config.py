@@ -294,6 +294,19 @@ def load_run(path: str | Path, overrides: Iterable[str] = ()) -> Run:
     return run_from_dict(data).check()
 
 
+def run_of_model(model: str, overrides: Iterable[str] = ()) -> Run:
+    """A run of a model, by its name or folder, on random tokens: all that planning one asks for.
+
+    Raises ConfigError as `load_run` does.
+    """
+    kind = "path" if Path(model).is_dir() else "name"
+    data: dict[str, Any] = {"name": Path(model).name, "model": {kind: model}}
+    data["data"] = {"source": "random"}
+    for override in overrides:
+        apply_override(Run, data, override)
+    return run_from_dict(data).check()
+
+
 def run_from_dict(data: Mapping[str, Any]) -> Run:
     """The run that nested plain data describes, unchecked. Raises ConfigError."""
     return build(Run, data)

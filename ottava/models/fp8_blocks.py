@@ -40,12 +40,14 @@ def scale_values(raw: Tensor) -> Tensor:
     return raw.float()
 
 
-def store_scale(value: Tensor, like: Tensor | None) -> Tensor:
-    """FP32 scales in the dtype and shape of the stored scale that they replace (None: as they are)."""
+def store_scale(value: Tensor, like: Tensor | None, kind: str) -> Tensor:
+    """FP32 scales in the dtype of the stored scale that they replace (None: as they are), and in
+    its shape where that is free (one number, or one a row)."""
     if like is None:
         return value
     dtype = torch.float8_e8m0fnu if like.dtype == torch.uint8 else like.dtype
-    return value.to(dtype).view(like.dtype).view(like.shape)
+    value = value.to(dtype).view(like.dtype)
+    return value if kind == "block" else value.view(like.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def fresh_scales(
         if group.joint and kind == "block":
             grid = group.stored[number].grid
             own = value.view(grid.chunks, -1, value.shape[1])[:, grid.own(block[0])].flatten(0, 1)
-        own = store_scale(own.cpu().contiguous(), like[number])
+        own = store_scale(own.cpu().contiguous(), like[number], kind)
         if like[number] is not None and not pow2 and not group.joint:
             value = scale_values(own).to(device).view(value.shape)  # what the file's dtype kept
         out.append(Scales(value, scale.index, scale.width))

@@ -95,10 +95,10 @@ def load_fp8(
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         del model.config.quantization_config  # its parameters are none of the library's FP8
     if origin.inexact:
-        bits = "12 bits; master='split24' keeps 20" if master == "split16" else "the form it has"
+        hint = "; master='split24' keeps 20 bits" if master == "split16" else ""
         warnings.warn(
-            f"load_fp8: {len(origin.inexact)} weights lose codes in {bits} (first "
-            f"{origin.inexact[0]}): their blocks' scales lie too far apart",
+            f"load_fp8: {len(origin.inexact)} of {len(origin.scales)} FP8 weights lose codes (first "
+            f"{origin.inexact[0]}): their blocks' scales lie too far apart for one scale{hint}",
             stacklevel=2,
         )
     return model

@@ -132,9 +132,9 @@ def groups(model: nn.Module, layout: str) -> list[Group]:
         seen |= {id(t) for t in own.values()}
         name = f"{prefix}." if prefix else ""
         attention = layout == "released" and hasattr(module, "head_shapes")
-        if attention and not module.fused and (shared := _shared_kv(model.config, module, name)):
+        if attention and not module.fused and (shared := _shared(model.config, module, name)):
             out.append(shared)
-            seen |= {id(module.k_proj.weight), id(module.v_proj.weight)}
+            seen |= {id(m.weight) for m in (module.q_proj, module.k_proj, module.v_proj)}
         for key, tensor in own.items():
             if key in ("gate_up_proj", "down_proj") and tensor.dim() == 3:
                 out += _experts(name, key, tensor.shape)
@@ -190,19 +190,20 @@ def _chunked(config, attention: nn.Module, name: str) -> list[Group]:
     return out
 
 
-def _shared_kv(config, attention: nn.Module, prefix: str) -> Group | None:
-    """k and v of split projections whose chunks share a block; None where none do."""
+def _shared(config, attention: nn.Module, prefix: str) -> Group | None:
+    """q, k and v of split projections whose chunks share blocks; None where none do."""
     if not isinstance(config, MiMoV2Config):
         return None
-    chunks = _chunks(config, attention, prefix + "k_proj")
-    k, v = (math.prod(s) // chunks for s in attention.head_shapes[1:])
-    if k % BLOCK[0] == 0:
+    chunks = _chunks(config, attention, prefix + "q_proj")
+    q, k, v = (math.prod(s) // chunks for s in attention.head_shapes)
+    if q % BLOCK[0] == 0 and k % BLOCK[0] == 0:
         return None
-    cols = attention.k_proj.in_features
+    cols = attention.q_proj.in_features
     stored, parts = [], []
-    for key, rows, start in (("k_proj", k, 0), ("v_proj", v, k)):
+    for key, rows, start in (("q_proj", q, 0), ("k_proj", k, q), ("v_proj", v, q + k)):
         name = f"{prefix}{key}.weight"
-        stored.append(Stored(name, (chunks * rows, cols), Grid(chunks, rows, start, k + v)))
+        grid = Grid(chunks, rows, start, q + k + v)
+        stored.append(Stored(name, (chunks * rows, cols), grid))
         parts.append(Part(name, None, chunks * rows))
     return Group(tuple(parts), tuple(stored))
 

@@ -61,6 +61,12 @@ def block_size(config: dict) -> tuple[int, int]:
     return size[0], size[1]
 
 
+def mtp_blocks(shards: Shards) -> int:
+    """How many MTP blocks the files hold; config.json does not say."""
+    found = {int(m[1]) for m in map(_MTP.match, shards.entries) if m}
+    return max(found) + 1 if found else 0
+
+
 def choose_layout(model: nn.Module, shards: Shards, layout: str | None) -> str:
     """The layout asked for, or the one the files name, or the only one there is for this model.
 

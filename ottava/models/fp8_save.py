@@ -74,6 +74,11 @@ class _Saving:
         self.origin: Origin | None = model.__dict__.get("_ottava_fp8")
         self.tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         self.fp32 = fp32_tensors(model)
+        # weights whose rows lie otherwise than in the origin's files
+        self.moved: set[str] = set()
+        if self.origin is not None and not self._same_layout:
+            other = [g for g in groups(model, "released") if g.layout_matters]
+            self.moved = {s.name for g in other for s in g.stored}
         if self.origin is not None and self.origin.scales:
             self.block, stored = self.origin.block, self.origin.scales
             self.fp8 = {
@@ -188,7 +193,9 @@ class _Saving:
             if not bool(matrix.isfinite().all()):
                 raise ValueError(f"save_fp8: {stored.name} is not finite")
         kept = self._kept(group)
-        made = self._as_loaded(group, slots, matrices) if all(kept) else None
+        made = None
+        if all(kept) and group.stored[0].name not in self.moved:
+            made = self._as_loaded(group, slots, matrices)
         if made is None:
             kinds = [k[2] if k else "block" for k in kept]
             like = [k[1] if k else None for k in kept]
@@ -203,10 +210,9 @@ class _Saving:
         return out
 
     def _kept(self, group: Group) -> list[tuple[str, Tensor, str] | None]:
-        """What the origin has for each stored weight, where it stored it in the same rows."""
-        if self.origin is None or (group.layout_matters and not self._same_layout):
-            return [None] * len(group.stored)
-        return [self.origin.scales.get(s.name) for s in group.stored]
+        """(name, scale as stored, kind) that the origin has for each stored weight."""
+        known = {} if self.origin is None else self.origin.scales
+        return [known.get(s.name) for s in group.stored]
 
     def _as_loaded(self, group: Group, slots: list[Storage], matrices: list[Tensor]):
         """(codes, scales as stored) whose loading gives exactly what the model holds, or None."""

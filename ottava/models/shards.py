@@ -106,7 +106,7 @@ class Shards:
         e = self.entries[name]
         if self._open is None or self._open[0] != e.file:
             self.close()
-            self._open = e.file, open(self.folder / e.file, "rb")
+            self._open = e.file, (self.folder / e.file).open("rb")
         raw = torch.empty(e.nbytes, dtype=torch.uint8)
         if e.nbytes:
             file = self._open[1]

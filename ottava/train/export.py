@@ -1,20 +1,42 @@
-"""From a run's checkpoint to a plain Hugging Face folder: BF16 safetensors and config.json."""
+"""From a run's checkpoint, or from FP8 files, to a plain Hugging Face folder.
+
+Formats: "bf16" (plain safetensors; `dtype` may make them fp16 or fp32), "fp8" (canonical blocks),
+"released" (FP8 as Xiaomi lays it out). See models/fp8_layout.py.
+"""
 
 from __future__ import annotations
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
+from ..models.fp8_checkpoint import load_fp8
+from ..models.fp8_match import mtp_blocks
+from ..models.fp8_save import save_fp8
 from ..models.load import load_model
+from ..models.shards import Shards
 from .checkpoint import Checkpoint, CheckpointError, checkpoints, latest_good
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+FORMATS = {"bf16": None, "fp8": "canonical", "released": "released"}  # -> layout
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
 )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. dtype: of plain weights, or the FP8 format. step: None for FP8 files.
+    passed_over: why newer checkpoints were not taken."""
+
+    folder: Path
+    step: int | None
+    dtype: str
+    passed_over: tuple[str, ...] = ()
 
 
 def find_checkpoint(path: str | Path) -> tuple[Checkpoint, list[str]]:
@@ -36,19 +58,53 @@ def find_checkpoint(path: str | Path) -> tuple[Checkpoint, list[str]]:
     )
 
 
-def export(path: str | Path, out: str | Path, *, dtype: str = "bf16") -> Path:
-    """Write the weights of a checkpoint (or of a run's newest) to `out` as a Hugging Face folder.
+def export(
+    path: str | Path,
+    out: str | Path,
+    *,
+    format: str = "bf16",
+    dtype: str = "bf16",
+    layout: str | None = None,
+) -> Exported:
+    """Write the weights of a checkpoint (of a run's newest; of a folder of FP8 files) to `out`.
 
-    Floating-point weights become `dtype`, except those that the model itself keeps in FP32 (router).
-    Raises CheckpointError when there is nothing to export, FileExistsError when `out` holds files.
+    With format "bf16", floating-point weights become `dtype`, except those that the model itself
+    keeps in FP32 (router). layout: of FP8 files given as `path`, where they do not say it.
+    Raises CheckpointError when there is nothing to export, FileExistsError when `out` holds files,
+    ValueError for unknown names and for what `load_fp8` refuses.
     """
-    out = Path(out)
+    out, path = Path(out), Path(path)
+    for option, value, known in (("--dtype", dtype, DTYPES), ("--format", format, FORMATS)):
+        if value not in known:
+            raise ValueError(f"{option}: {value!r} is not one of {', '.join(known)}")
+    if format != "bf16" and dtype != "bf16":
+        raise ValueError(f"--dtype {dtype}: goes with --format bf16 alone")
     if out.exists() and any(out.iterdir()):
         raise FileExistsError(f"{out}: is not empty; give another folder")
-    checkpoint, _ = find_checkpoint(path)
+    # Blocks are cut from the master weights, not from their BF16 roundings.
+    kept = DTYPES[dtype] if format == "bf16" else torch.float32
+    if (path / "config.json").exists() and not (path / "manifest.json").exists():
+        step, passed_over, files = None, [], path
+        model = _from_files(path, kept, layout)
+    else:
+        if layout is not None:
+            raise ValueError("--layout: goes with a folder of FP8 files, not with a checkpoint")
+        checkpoint, passed_over = find_checkpoint(path)
+        step, files = checkpoint.step, checkpoint.path
+        model = _from_checkpoint(checkpoint, kept)
+    if format == "bf16":
+        model.save_pretrained(out)
+    else:
+        save_fp8(model, out, FORMATS[format])
+    _copy_tokenizer(files, out)
+    return Exported(out, step, dtype if format == "bf16" else format, tuple(passed_over))
+
+
+def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
+    """The checkpoint's model on the CPU, in `dtype`."""
     if not (checkpoint.path / "config.json").exists():
         raise checkpoint.refused("has no config.json: its model is not a Hugging Face model")
-    model = load_model(str(checkpoint.path), dtype=DTYPES[dtype], device="meta", random_init=True)
+    model = load_model(str(checkpoint.path), dtype=dtype, device="meta", random_init=True)
     stored = checkpoint.tensors("model")
     weights = {}
     for name, wanted in model.state_dict(keep_vars=True).items():
@@ -58,12 +114,19 @@ def export(path: str | Path, out: str | Path, *, dtype: str = "bf16") -> Path:
         weights[name] = value.to(wanted.dtype)
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
-    model.save_pretrained(out)
-    _copy_tokenizer(checkpoint, out)
-    return out
+    return model
 
 
-def _copy_tokenizer(checkpoint: Checkpoint, out: Path) -> None:
+def _from_files(folder: Path, dtype: torch.dtype, layout: str | None) -> nn.Module:
+    """The model of a folder of FP8 files, with every MTP block that they hold."""
+    shards = Shards(folder)
+    blocks = mtp_blocks(shards)
+    overrides = {"num_nextn_predict_layers": blocks} if blocks else {}
+    model = load_model(str(folder), overrides=overrides, dtype=dtype, device="meta")
+    return load_fp8(folder, model, layout)
+
+
+def _copy_tokenizer(folder: Path, out: Path) -> None:
     for name in _TOKENIZER_FILES:
-        if (checkpoint.path / name).exists():
-            shutil.copy2(checkpoint.path / name, out / name)
+        if (folder / name).exists():
+            shutil.copy2(folder / name, out / name)
