@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from ottava.kernels.cast import scale_from_amax
 from ottava.layers.autocast import autocast
 from ottava.layers.linear import Linear
 from ottava.layers.saved import discard_amax
@@ -259,7 +260,7 @@ def test_delayed_amax_from_and_margin(amax_from, want):
         for size in (10.0, 1.0, 1.0):
             layer(torch.full((16, 32), size)).sum().backward()
             opt.step()
-        scales.append(layer._history.known(0, cast, torch.ones(1, 32))["scale"].item())
+        scales.append(scale_from_amax(layer._history.past(0, cast, torch.ones(1, 32)), cast).item())
     assert scales[0] == pytest.approx(want / 448)
     assert scales[1] == 2 * scales[0]
 
@@ -362,6 +363,26 @@ def test_output_is_bitwise_the_same_in_every_mode():
         assert torch.equal(layer(x).clone(), y)
     layer.train()
     layer(x).sum().backward()
+
+
+def test_a_history_made_in_inference_mode_serves_training():
+    layer, x = make(32, 32, recipe="delayed"), torch.randn(16, 32)
+    with torch.inference_mode():
+        layer(x)
+    layer(x).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    assert layer._history.amax[0, 0] == x.abs().max() == layer._history.top[0]
+
+
+def test_a_history_written_from_outside_is_used():
+    layer, x = make(32, 32, recipe="delayed"), torch.randn(16, 32)
+    layer(x).sum().backward()
+    torch.optim.SGD(layer.parameters(), lr=0.0).step()
+    layer._history.amax.copy_(torch.full((3, 16), 7.0))
+    assert layer._history.past(0, Cast(scaling="delayed"), x).item() == 7.0
+    small = layer._history.resized(4)
+    assert small.past(0, Cast(scaling="delayed"), x).item() == 7.0
+    assert small.amax.shape == (3, 4)
 
 
 def test_evaluation_leaves_no_trace_in_the_history():

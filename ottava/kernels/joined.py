@@ -13,6 +13,8 @@ Shapes: grad_i [M, N_i], weight_i [N_i, K]; joined codes [M, N] and [N, M], [K, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from ..numerics.formats import FORMATS
@@ -48,9 +50,8 @@ def ref_joined_scales(amaxes, weight_scales, format, pow2, margin) -> torch.Tens
 def ref_quantize_joined(
     parts, amaxes, weight_scales, amax_out, format, pow2, margin, both
 ) -> list[torch.Tensor]:
-    if amax_out is not None:
-        found = torch.cat([ref_amax(x) for x in parts])
-        amax_out.copy_(torch.maximum(amax_out, found))
+    for found, x in zip(amax_out, parts, strict=False):
+        torch.maximum(found, ref_amax(x), out=found)
     dtype = FORMATS[format].dtype
 
     def codes(scales):
@@ -164,11 +165,10 @@ def triton_quantize_joined(
     shared, *own = (torch.empty(1, device=device) for _ in range(1 + both * len(parts)))
     none, at = [None] * (MOST - len(parts)), 0
     tops = [a.view(torch.int32) for a in amaxes]
-    amax_out = None if amax_out is None else amax_out.view(torch.int32)
     for n, x in enumerate(parts):
         _join_cast_kernel[tiles(rows, x.shape[1], 64, 128)](
             x, *tops, *none, *weight_scales, *none, tops[n], weight_scales[n],
-            None if amax_out is None else amax_out[n:], codes[:, at:],
+            amax_out[n].view(torch.int32) if amax_out else None, codes[:, at:],
             codes_t[at:] if both else None, None if n else shared, own[n] if both else None,
             rows, x.shape[1], *x.stride(), wide,
             E4M3=format == "e4m3", POW2=pow2, MARGIN=margin, HARDWARE=converts_fp8(device),
@@ -206,7 +206,7 @@ def _fake_quantize_joined(parts, amaxes, weight_scales, amax_out, format, pow2, 
 
 _quantize_joined = operator(
     "quantize_joined(Tensor[] parts, Tensor[] amaxes, Tensor[] weight_scales, "
-    "Tensor(a!)? amax_out, str format, bool pow2, int margin, bool both) -> Tensor[]",
+    "Tensor(a!)[] amax_out, str format, bool pow2, int margin, bool both) -> Tensor[]",
     reference=ref_quantize_joined,
     fake=_fake_quantize_joined,
     cuda=triton_quantize_joined,
@@ -225,20 +225,20 @@ def quantize_joined(
     weight_scales: list[torch.Tensor],
     cast: Cast,
     *,
-    amax_out: torch.Tensor | None = None,
+    amax_out: Sequence[torch.Tensor] = (),
     both: bool = True,
 ) -> tuple[Quantized, list[Quantized]]:
     """(rows, columns of each part) of the parts [M, N_i].
 
     rows: codes [M, N] whose scale is the first part's, for a GEMM with `join_transposed` of weights
     of `weight_scales`. Columns: codes [N_i, M] under the part's own scale; none without `both`.
-    amaxes: fp32 (1,) a part. amax_out: fp32 (n,), receives the parts' amaxes. At most 3 parts;
+    amaxes: fp32 (1,) a part. amax_out: fp32 (1,) a part, raised to the part's amax. At most 3 parts;
     cast per tensor and to nearest. Raises ValueError otherwise.
     """
     if len(parts) > MOST or cast.granularity != "tensor" or cast.rounding != "nearest":
         raise ValueError(f"quantize_joined: at most {MOST} parts, per tensor, to nearest: {cast}")
     codes, scale, *cols = _quantize_joined(
-        [x.detach() for x in parts], amaxes, weight_scales, amax_out, cast.format,
+        [x.detach() for x in parts], amaxes, weight_scales, list(amax_out), cast.format,
         cast.scale_kind == "pow2", cast.margin, both,
     )  # fmt: skip
     rows = Quantized(codes, scale, "tensor")

@@ -13,6 +13,7 @@ M tokens, F inner features. A tile is BM rows of one group of 128 features.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -50,8 +51,8 @@ def ref_swiglu_backward_codes(
     grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
 ):  # fmt: skip
     *values, found, _ = ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, None, False)
-    if amax_out is not None:
-        amax_out.copy_(torch.maximum(amax_out, found))
+    for out, top in zip(amax_out, found.split(1), strict=False):
+        torch.maximum(out, top, out=out)
     scales = ref_joined_scales(amaxes[:2], weight_scales, grad_format, grad_pow2, grad_margin)
     h_scale = ref_scale_from_amax(amaxes[2].float(), h_format, h_pow2, h_margin)
     gate_codes, up_codes = (
@@ -125,15 +126,16 @@ def _store_both(c, rows, cols, M, stride, i, j, in_m, in_k):
 
 @triton.jit
 def _codes_kernel(
-    grad_h, gate, gate_scale, up, up_scale, a_gate, a_up, a_h, w_gate, w_up, amax,
+    grad_h, gate, gate_scale, up, up_scale, a_gate, a_up, a_h, w_gate, w_up, new_gate, new_up,
     rows, cols, h_cols, scale_gate, scale_up, scale_h, M, F,
     GRAD_E4M3: tl.constexpr, GRAD_POW2: tl.constexpr, GRAD_MARGIN: tl.constexpr,
     H_E4M3: tl.constexpr, H_POW2: tl.constexpr, H_MARGIN: tl.constexpr,
     HARDWARE: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """rows [M, 2F], cols [2F, M], h_cols [F, M]. amax: where the three new amaxes go, or None."""
-    if amax is not None:
-        seen_gate, seen_up, seen_h = tl.load(amax), tl.load(amax + 1), tl.load(amax + 2)
+    """rows [M, 2F], cols [2F, M], h_cols [F, M]. new_gate, new_up: where the gradients' own amaxes
+    go, or None."""
+    if new_gate is not None:
+        seen_gate, seen_up = tl.load(new_gate), tl.load(new_up)
     s_gate = joined_scale(
         a_gate, a_up, None, w_gate, w_up, None, w_gate, GRAD_E4M3, GRAD_POW2, GRAD_MARGIN
     )
@@ -158,10 +160,9 @@ def _codes_kernel(
     grad_gate, grad_up, h = _gradients(grad, g, u)
     dtype: tl.constexpr = grad_h.dtype.element_ty
     grad_gate, grad_up, h = grad_gate.to(dtype), grad_up.to(dtype), h.to(dtype)
-    if amax is not None:
-        raise_amax(amax, seen_gate, top_magnitude(grad_gate))
-        raise_amax(amax + 1, seen_up, top_magnitude(grad_up))
-        raise_amax(amax + 2, seen_h, top_magnitude(h))
+    if new_gate is not None:
+        raise_amax(new_gate, seen_gate, top_magnitude(grad_gate))
+        raise_amax(new_up, seen_up, top_magnitude(grad_up))
     rows += pid_m * BM * 2 * F + group * BF
     turned = group.to(tl.int64) * BF * M + pid_m * BM
     turned_up = (group.to(tl.int64) * BF + F) * M + pid_m * BM
@@ -207,7 +208,7 @@ def triton_swiglu_backward_codes(
     _codes_kernel[tiles(M, F, _ROWS, BLOCK)](
         grad_h.contiguous(), gate.contiguous(), gate_scale, up.contiguous(), up_scale,
         *(a.view(torch.int32) for a in amaxes), *weight_scales,
-        None if amax_out is None else amax_out.view(torch.int32), rows, cols, h_cols, *scales, M, F,
+        *([a.view(torch.int32) for a in amax_out] or [None, None]), rows, cols, h_cols, *scales, M, F,
         GRAD_E4M3=grad_format == "e4m3", GRAD_POW2=grad_pow2, GRAD_MARGIN=grad_margin,
         H_E4M3=h_format == "e4m3", H_POW2=h_pow2, H_MARGIN=h_margin,
         HARDWARE=converts_fp8(grad_h.device), BM=_ROWS, BF=BLOCK, num_warps=8,
@@ -243,7 +244,7 @@ _backward_amax = operator(
 )
 _backward_codes = operator(
     f"swiglu_backward_codes({_KEPT}, Tensor[] amaxes, Tensor[] weight_scales, "
-    "Tensor(a!)? amax_out, str grad_format, bool grad_pow2, int grad_margin, str h_format, "
+    "Tensor(a!)[] amax_out, str grad_format, bool grad_pow2, int grad_margin, str h_format, "
     "bool h_pow2, int h_margin) -> Tensor[]",
     reference=ref_swiglu_backward_codes,
     fake=_fake_codes,
@@ -264,19 +265,19 @@ def swiglu_backward_codes(
     grad_cast: Cast,
     h_cast: Cast,
     *,
-    amax_out: torch.Tensor | None = None,
+    amax_out: Sequence[torch.Tensor] = (),
 ) -> SwigluCodes:
     """Codes of grad_gate, grad_up (scales joined under the two weights' scales) and h.
 
     kept: gate and up, codes and scale each, as `swiglu` gave them. amaxes: fp32 (1,) of grad_gate,
-    grad_up and h, which set the scales. amax_out: fp32 (3,), receives their amaxes.
+    grad_up and h, which set the scales. amax_out: fp32 (1,) two, raised to the two gradients' amaxes.
     Casts per tensor and to nearest; ValueError otherwise.
     """
     for cast in (grad_cast, h_cast):
         if cast.granularity != "tensor" or cast.rounding != "nearest":
             raise ValueError(f"swiglu_backward_codes: per tensor and to nearest only: {cast}")
     rows, cols, h_cols, s_gate, s_up, s_h = _backward_codes(
-        grad_h, *kept, amaxes, weight_scales, amax_out,
+        grad_h, *kept, amaxes, weight_scales, list(amax_out),
         grad_cast.format, grad_cast.scale_kind == "pow2", grad_cast.margin,
         h_cast.format, h_cast.scale_kind == "pow2", h_cast.margin,
     )  # fmt: skip

@@ -39,15 +39,13 @@ class How:
         cast = self.recipe.input if operand == 0 else self.recipe.grad_output
         known: dict = {"key": self._key(cast, operand)}
         if cast.scaling == "delayed":
-            known |= self.history.known(operand, cast, x_MK)
+            known |= self.history.known(operand, cast, x_MK, self.record)
         elif amax is not None and cast.granularity == "tensor":
             known["amax"] = amax
         if order == "both":
             out = cast_kernels.quantize_both(x_MK, cast, **known)
         else:
             out = cast_kernels.quantize(x_MK if order == "rows" else x_MK.t(), cast, **known)
-        if self.record and "amax_out" in known:
-            self.history.record(operand, known["amax_out"])
         return out
 
     def input_cols(self, x_MK: torch.Tensor, amax: torch.Tensor | None = None) -> Quantized:
@@ -120,19 +118,14 @@ def joins(recipe: Recipe) -> bool:
 def joined_grad_codes(hows: list[How], grads: list[torch.Tensor], weights: list[Quantized]):
     """(rows, columns of each) codes of grads_MN of linears whose recipe `joins`, for one grad_input
     GEMM with the joined weights, and for each its own grad_weight."""
-    cast, found = hows[0].recipe.grad_output, None
+    cast, found = hows[0].recipe.grad_output, []
     if cast.scaling == "delayed":
         pairs = zip(hows, grads, strict=True)
         amaxes = [how.history.past(2, cast, grad) for how, grad in pairs]
-        found = torch.zeros(len(grads), device=grads[0].device)
+        found = [how.history.note(2) for how in hows if how.record]
     else:
         amaxes = [cast_kernels.amax(g) if noted_amax(g) is None else noted_amax(g) for g in grads]
-    scales = [w.scale for w in weights]
-    out = quantize_joined(grads, amaxes, scales, cast, amax_out=found)
-    for i, how in enumerate(hows if found is not None else ()):
-        if how.record:
-            how.history.record(2, found[i : i + 1])
-    return out
+    return quantize_joined(grads, amaxes, [w.scale for w in weights], cast, amax_out=found)
 
 
 def gated_grad_codes(
@@ -144,24 +137,21 @@ def gated_grad_codes(
     Scales come from earlier steps where scaling is delayed and all of them are known, else from a
     pass over the same operands. h's are delayed as in forward, and only forward records its amax.
     """
-    recipe, found = hows[0].recipe, None
+    recipe, found = hows[0].recipe, []
     operands = [(2, recipe.grad_output), (2, recipe.grad_output), (0, recipe.input)]
     each = list(zip(hows, operands, strict=True))
+    noting = recipe.grad_output.scaling == "delayed" and hows[0].record
     if all(c.scaling == "delayed" and how.history.ready[operand] for how, (operand, c) in each):
         amaxes = [how.history.past(*operand, grad_h) for how, operand in each]
-        found = torch.zeros(3, device=grad_h.device)
+        found = [how.history.note(2) for how in hows[:2]] if noting else []
     else:
         amaxes = swiglu_backward_amax(grad_h, *kept)
-    out = swiglu_backward_codes(
+        for how, amax in zip(hows[:2] if noting else (), amaxes, strict=False):
+            how.history.record(2, amax)
+    return swiglu_backward_codes(
         grad_h, kept, amaxes, [w.scale for w in weights], recipe.grad_output, recipe.input,
         amax_out=found,
     )  # fmt: skip
-    if recipe.grad_output.scaling == "delayed":
-        noted = amaxes if found is None else found.split(1)
-        for how, amax in zip(hows[:2], noted[:2], strict=True):
-            if how.record:
-                how.history.record(2, amax)
-    return out
 
 
 def flat(rows: Quantized | None, kept: Kept | None) -> tuple[torch.Tensor | None, ...]:

@@ -151,15 +151,18 @@ def noted_amax(grad: torch.Tensor) -> torch.Tensor | None:
 class AmaxHistory:
     """Delayed scaling's memory of one module: amax per operand over the last steps, on device.
 
-    `pending` collects the maximum over all calls of the running step (every micro-batch);
-    `commit`, after a real optimizer step, moves it into the history; `discard` drops it.
+    `pending` collects the maximum over all calls of the running step (every micro-batch), put there
+    by the casts themselves; `commit_histories`, after a real optimizer step, moves it into the
+    history; `discard` drops it. `top`: the largest amax of each operand's history.
     """
 
     OPERANDS = ("input", "weight", "grad_output")
 
     def __init__(self, history: int, device: torch.device) -> None:
-        self.amax = torch.zeros(3, history, device=device)
-        self.pending = torch.zeros(3, device=device)
+        with torch.inference_mode(False):  # a first call there must not make what training cannot use
+            self.amax = torch.zeros(3, history, device=device)
+            self.pending, self.top = (torch.zeros(3, device=device) for _ in range(2))
+        self._top_version = self.amax._version
         self.ready = [False] * 3  # operands whose history holds at least one real step
         self._seen = [False] * 3
         self.number = next(_numbers)  # modules first run in the same order on every rank
@@ -174,38 +177,38 @@ class AmaxHistory:
         if out.amax.is_meta and not parameter.is_meta:
             out = cls(history, parameter.device)
         if out.amax.device != parameter.device:
-            out.amax, out.pending = out.amax.to(parameter.device), out.pending.to(parameter.device)
+            for name in ("amax", "pending", "top"):
+                setattr(out, name, getattr(out, name).to(parameter.device))
+            out._top_version = None
         _histories.setdefault(parameter, weakref.WeakSet()).add(out)
         return out
 
-    def known(self, operand: int, cast: Cast, x: torch.Tensor) -> dict:
-        """Arguments for the cast of x: its scale from earlier steps, and where its own amax goes
-        (the same pass). Before the first real step the scale comes from x itself."""
-        scale = cast_kernels.scale_from_amax(self.past(operand, cast, x), cast)
-        return {"scale": scale, "amax_out": torch.zeros_like(scale)}
+    def known(self, operand: int, cast: Cast, x: torch.Tensor, record: bool) -> dict:
+        """Arguments for the cast of x: the amax that scales it, and with `record` where its own
+        amax goes (the same pass)."""
+        past = self.past(operand, cast, x)
+        return {"amax": past, "amax_out": self.note(operand) if record else None}
 
     def past(self, operand: int, cast: Cast, x: torch.Tensor) -> torch.Tensor:
         """The amax (1,) of earlier steps that scales the cast of x; before the first, x's own."""
         if not self.ready[operand]:
             return cast_kernels.amax(x)
-        row = self.amax[operand]
-        return (row.max() if cast.amax_from == "max" else row[0]).reshape(1)
+        if cast.amax_from == "most_recent":
+            return self.amax[operand, :1]
+        if self._top_version != self.amax._version:  # written by others than a commit
+            self.top.copy_(self.amax.amax(1))
+            self._top_version = self.amax._version
+        return self.top[operand : operand + 1]
+
+    def note(self, operand: int) -> torch.Tensor:
+        """Where a kernel raises the amax (1,) of one call of the running step."""
+        self._seen[operand] = True
+        return self.pending[operand : operand + 1]
 
     def record(self, operand: int, amax: torch.Tensor) -> None:
         """Note the amax of one call of the running step."""
-        self._seen[operand] = True
-        self.pending[operand] = torch.maximum(self.pending[operand], amax[0])
-
-    def commit(self, found_inf: torch.Tensor | None = None) -> None:
-        """End of a real step: the newest entry is this step's amax. Non-finite ones are dropped, and
-        all where found_inf, (1,) on the device, is > 0. In place, so that it can be replayed."""
-        good = torch.isfinite(self.pending) & (self.pending > 0)
-        if found_inf is not None:
-            good &= ~(torch.as_tensor(found_inf, device=good.device) > 0)
-        rolled = torch.cat([self.pending[:, None], self.amax[:, :-1]], dim=1)
-        self.amax.copy_(torch.where(good[:, None], rolled, self.amax))
-        self.pending.zero_()
-        self.ready = [a or b for a, b in zip(self.ready, self._seen, strict=True)]
+        pending = self.note(operand)
+        torch.maximum(pending, amax, out=pending)
 
     def discard(self) -> None:
         """The running step was skipped: it leaves no trace."""
@@ -230,9 +233,31 @@ def commit_amax(parameters, found_inf: torch.Tensor | None = None) -> None:
     or, where found_inf is > 0 on the device, drop what it noted."""
     if len(_histories) == 0:
         return
+    groups: dict[tuple, dict[int, AmaxHistory]] = {}
     for parameter in parameters:
         for history in _histories.get(parameter, ()):
-            history.commit(found_inf)
+            alike = groups.setdefault((history.amax.device, history.amax.shape), {})
+            alike[id(history)] = history
+    for alike in groups.values():
+        commit_histories(list(alike.values()), found_inf)
+
+
+def commit_histories(histories: list[AmaxHistory], found_inf: torch.Tensor | None = None) -> None:
+    """End of a real step for histories of one length and device, in a few launches for all: the
+    newest entry is this step's amax. Non-finite ones are dropped, and all where found_inf, (1,) on
+    the device, is > 0. In place, so that it can be replayed."""
+    amax, pending = (torch.stack([getattr(h, k) for h in histories]) for k in ("amax", "pending"))
+    good = torch.isfinite(pending) & (pending > 0)
+    if found_inf is not None:
+        good &= ~(torch.as_tensor(found_inf, device=good.device) > 0)
+    rolled = torch.cat([pending[..., None], amax[..., :-1]], dim=-1)
+    amax = torch.where(good[..., None], rolled, amax)
+    torch._foreach_copy_([h.amax for h in histories], list(amax))
+    torch._foreach_copy_([h.top for h in histories], list(amax.amax(-1)))
+    torch._foreach_zero_([h.pending for h in histories])
+    for h in histories:
+        h.ready = [a or b for a, b in zip(h.ready, h._seen, strict=True)]
+        h._top_version = h.amax._version
 
 
 def discard_amax(parameters) -> None:
