@@ -245,7 +245,7 @@ _backward_amax = operator(
 _backward_codes = operator(
     f"swiglu_backward_codes({_KEPT}, Tensor[] amaxes, Tensor[] weight_scales, "
     "Tensor(a!)[] amax_out, str grad_format, bool grad_pow2, int grad_margin, str h_format, "
-    "bool h_pow2, int h_margin) -> Tensor[]",
+    "bool h_pow2, int h_margin) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=ref_swiglu_backward_codes,
     fake=_fake_codes,
     cuda=triton_swiglu_backward_codes,
