@@ -199,7 +199,7 @@ class Linear(Stored, nn.Linear):
         return how.cast(0, x.detach().reshape(-1, x.shape[-1]), "rows"), None
 
     def _history_for(self, recipe: Recipe) -> AmaxHistory:
-        self._history = AmaxHistory.of(self._history, recipe.input.history, self.weight)
+        self._history = AmaxHistory.of(self._history, recipe.history, self.weight)
         return self._history
 
     def extra_repr(self) -> str:

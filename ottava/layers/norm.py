@@ -129,7 +129,7 @@ def _run(norm: RMSNorm | LayerNorm, x, residual=None, *, passes: bool = False):
     recipe, how = recipe_in_force(norm.recipe), None
     if recipe.keeps_codes and torch.is_grad_enabled():
         if recipe.delayed:
-            norm._history = AmaxHistory.of(norm._history, recipe.input.history, weight)
+            norm._history = AmaxHistory.of(norm._history, recipe.history, weight)
         how = How(recipe, x.dtype, norm._history, record=norm.training)
     x_MH = x.reshape(-1, x.shape[-1])
     residual_MH = None if residual is None else residual.reshape(x_MH.shape)

@@ -70,9 +70,8 @@ def scale_in_force(history: AmaxHistory | None, operand: int, cast: Cast) -> Ten
     comes from the operand itself."""
     if cast.scaling != "delayed" or history is None or not history.ready[operand]:
         return None
-    row = history.amax[operand]
-    past = row.max() if cast.amax_from == "max" else row[0]
-    return cast_kernels.scale_from_amax(past.reshape(1), cast)
+    past = history.past(operand, cast, history.pending)
+    return cast_kernels.scale_from_amax(past, cast)
 
 
 @torch.no_grad()

@@ -116,6 +116,17 @@ class Recipe:
     def __post_init__(self) -> None:
         _choose("Recipe", "keep", self.keep, get_args(Keep))
         _choose("Recipe", "backend", self.backend, ("native",))
+        if self.weight.scaling == "delayed":
+            raise ValueError(
+                "Recipe.weight: scaling 'delayed' would be a guess; a weight's own amax is known: use "
+                "scaling='current'"
+            )
+        lengths = {c.history for c in (self.input, self.grad_output) if c.scaling == "delayed"}
+        if len(lengths) > 1:
+            raise ValueError(
+                f"Recipe: history {self.input.history} for input and {self.grad_output.history} for "
+                "grad_output; a module keeps one length: give both the same"
+            )
         if self.input.granularity == "block" or self.grad_output.granularity == "block":
             raise ValueError(
                 "Recipe: 128 x 128 blocks are for the weight; use granularity='group' "
@@ -163,7 +174,12 @@ class Recipe:
     @property
     def delayed(self) -> bool:
         """Whether any operand uses delayed scaling (and so needs an amax history)."""
-        return any(c.scaling == "delayed" for c in (self.input, self.weight, self.grad_output))
+        return "delayed" in (self.input.scaling, self.grad_output.scaling)
+
+    @property
+    def history(self) -> int:
+        """Steps of amax that a module under this recipe remembers."""
+        return (self.grad_output if self.input.scaling == "current" else self.input).history
 
     def __str__(self) -> str:
         gemms = "".join(

@@ -101,9 +101,9 @@ def load_amax_state(model: nn.Module, state: Mapping[str, Mapping[str, Any]]) ->
         history.ready = list(stored["ready"])
         setattr(module, attribute, history)
         recipe = getattr(module, "recipe", None)
-        if isinstance(recipe, Recipe) and recipe.input.history != length:
+        if isinstance(recipe, Recipe) and recipe.history != length:
             notes.append(
-                f"amax history: {length} entries stored, {recipe.input.history} from now on (the "
+                f"amax history: {length} entries stored, {recipe.history} from now on (the "
                 "most recent are kept, or zeros appended)"
             )
     return list(dict.fromkeys(notes))
