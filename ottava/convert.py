@@ -13,8 +13,10 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
-from .kernels.gemm import has_fp8_unit
+from .kernels.gemm import gemm_path
+from .kernels.norm import hides_columns
 from .kernels.split import SplitParameter, join_split
 from .layers import attention as attention_layer
 from .layers.decoder import Block, block_class, link_blocks
@@ -25,7 +27,7 @@ from .layers.linear import Linear, run_together
 from .layers.mixed import mixed_class
 from .layers.mlp import GatedMLP
 from .layers.norm import LayerNorm, RMSNorm
-from .layers.weights import mark, unmark
+from .layers.weights import mark, unmark, weight_values
 from .numerics.policy import Plan, Policy, Row, get_policy
 from .numerics.recipe import Recipe, get_recipe
 from .numerics.resolve import original_class, resolve
@@ -68,10 +70,29 @@ def plan(
     )
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    emulated = chosen.recipe.any_fp8 and not has_fp8_unit(device)
+    native = gemm_path(device, chosen.recipe.input.granularity) == "native"
+    emulated = chosen.recipe.any_fp8 and not native
     made = resolve(model, chosen, emulated=emulated, recompute=recompute)
+    for row in made.rows:
+        if row.kind in ("norm", "layernorm") and row.recipe and _hides(model, row):
+            made = made.demote(row.name, _HIDDEN)
     why = why_whole(model)
     return made if why is None else made.explain("causal_lm", f"head not in chunks: {why}")
+
+
+_HIDDEN = "weights too small beside its largest: its input cannot be told from its output"
+
+
+def _hides(model: nn.Module, row: Row) -> bool:
+    """Whether our norm's backward, which reads the input off the output, would lose columns of this
+    one; False where the weights have no values yet, or the norm is ours already."""
+    module = model.get_submodule(row.name)
+    weight = module.weight
+    if weight is None or weight.is_meta or isinstance(weight, FakeTensor):
+        return False
+    if "_ottava_class" in module.__dict__:
+        return False
+    return hides_columns(weight_values(weight, torch.float32).detach())
 
 
 def convert(
@@ -142,6 +163,8 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
     if row.kind == "attention" and original_class(module).__module__.startswith("transformers."):
         return attention_layer.convert_hf(module, row.recipe, _out_cast(row, plan))
     target = _CLASSES.get(row.kind)
+    if row.reason == _HIDDEN:
+        target = None
     if target is None or (row.recipe is None and row.kind in ("mlp", "attention", "experts")):
         return _tag_parameters(module, row, number)
     if row.kind == "linear" and row.recipe is None and original_class(module) is not nn.Linear:

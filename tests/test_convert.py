@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import ottava
+from ottava.kernels.gemm import gemm_path, has_fp8_unit
 from ottava.layers.linear import Linear
 from ottava.numerics.formats import error_db
 from ottava.numerics.policy import Plan
@@ -137,6 +138,34 @@ def test_tied_embedding_and_head_stay_one_tensor(keep):
     other = llama(tied=True)
     other.load_state_dict(model.state_dict(), strict=True)
     assert other.lm_head.weight is other.model.embed_tokens.weight
+
+
+def test_a_norm_whose_backward_would_lose_columns_stays_plain():
+    model = nn.Sequential(nn.RMSNorm(64), nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    with torch.no_grad():
+        model[0].weight[3] = 0.0
+        model[2].weight[:60] = 2.0**-11
+    plan = ottava.plan(model)
+    assert [plan[n].recipe for n in "02"] == [None, None]
+    assert all("too small" in plan[n].reason for n in "02")
+    ottava.convert(model, plan)
+    assert type(model[0]) is nn.RMSNorm and type(model[2]) is nn.LayerNorm
+    model(torch.randn(16, 64)).square().sum().backward()
+    assert (model[0].weight.grad != 0).all() and (model[2].weight.grad != 0).all()
+    assert isinstance(model[1], Linear) and isinstance(ottava.convert(five())[0], Linear)
+
+
+def test_a_plan_says_emulated_for_what_the_device_emulates(monkeypatch):
+    """Compute capability 8.9 has an FP8 unit, and none for scales per 1 x 128 group."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 9))
+    for path in (gemm_path, has_fp8_unit):
+        path.cache_clear()
+    try:
+        assert not ottava.plan(five(), "row", device="cuda").emulated
+        assert ottava.plan(five(), "block", device="cuda").emulated
+    finally:
+        for path in (gemm_path, has_fp8_unit):
+            path.cache_clear()
 
 
 def test_tied_gradient_is_the_sum_of_both_uses():

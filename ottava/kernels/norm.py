@@ -6,8 +6,9 @@ does. The amax of y comes along, so that y can be cast without another pass.
 
 Backward keeps no input: x_hat = (y - bias) / weight, from the codes of y. Where |weight| is below
 2^-10 of the largest |weight|, y says nothing about x_hat: there x_hat is taken as 0, so that column
-gets no grad_weight and loses the x_hat term of grad_x; the planner keeps a norm that has such
-columns in high precision. A bias much larger than weight costs precision in the same way.
+gets no grad_weight and loses the x_hat term of grad_x. `hides_columns` tells; a plan leaves a norm
+that has such columns when the plan is made as it is. A bias much larger than weight costs precision
+in the same way.
 grad_weight and grad_bias add up in a fixed order: the same bits every run.
 
 Shapes: x_MH, y_MH, rstd_M; codes_MH with scale (1,), [M, 1] or [M, ceil(H/128)] (any strides), or
@@ -21,11 +22,17 @@ import functools
 import torch
 
 from ..numerics.formats import BLOCK
-from .cast import decode, magnitude_bits
+from .codes import converts_fp8, decode, encode, magnitude_bits, scale_of
 from .op import operator, tl, triton
 from .scale import ref_amax
 
 LEAST_WEIGHT = 2.0**-10  # of the largest |weight|; below it x_hat cannot be read from y
+
+
+def hides_columns(weight_H: torch.Tensor) -> bool:
+    """Whether a norm with this weight has columns whose x_hat its output does not tell. Waits."""
+    size = weight_H.float().abs()
+    return bool((size <= size.amax() * LEAST_WEIGHT).any())
 
 
 # ---- reference: the specification and the CPU path ----
@@ -89,10 +96,12 @@ def _grad_dtype(grad_y, grad_h, out_dtype):
 
 @triton.jit
 def _norm_kernel(
-    x, residual, weight, bias, y, h, rstd, amax, eps, M, H,
-    CENTER: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
+    x, residual, weight, bias, y, h, rstd, amax, past, codes, code_scale, eps, M, H,
+    CENTER: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
+    HARDWARE: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A program does ROWS whole rows, WIDE >= H columns at once."""
+    """A program does ROWS whole rows, WIDE >= H columns at once. past: None, or an int32 magnitude
+    known before, whose scale gives the codes of y beside it."""
     seen = tl.load(amax)  # early: it is here by the time it is needed
     m, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, WIDE)
     inside = (m < M)[:, None] & (k < H)[None, :]
@@ -117,6 +126,13 @@ def _norm_kernel(
         x_hat += tl.load(bias + k, mask=k < H, other=0.0).to(tl.float32)[None, :]
     out = x_hat.to(y.dtype.element_ty)
     tl.store(y + at, out, mask=inside)
+    if past is not None:
+        s = scale_of(tl.load(past), E4M3, POW2, MARGIN)
+        tl.store(code_scale, s, mask=tl.program_id(0) == 0)
+        c = encode(out.to(tl.float32) * tl.div_rn(1.0, s), E4M3, HARDWARE)
+        # Eight contiguous elements a thread for bytes too, so that all operands have one layout.
+        at = tl.max_contiguous(at, [1, min(WIDE, 8)])
+        tl.store(codes + at, c, mask=inside)
     bits = tl.where(inside, magnitude_bits(out.to(tl.float32)), 0)
     raise_amax(amax, seen, tl.max(tl.max(bits, 1), 0))
 
@@ -213,7 +229,8 @@ def _tile(cols: int) -> tuple[int, int, int]:
     return rows, wide, min(max(rows * wide // 512, 1), 16 if wide <= 16384 else 32)
 
 
-def triton_norm(x, weight, bias, eps, residual, center, out_dtype):
+def triton_norm(x, weight, bias, eps, residual, center, out_dtype, cast=None):
+    """As `ref_norm`; cast: (past, codes uint8, scale, amax, format, pow2, margin) to fill as well."""
     M, H = x.shape
     x, y = x.contiguous(), torch.empty(M, H, dtype=out_dtype or x.dtype, device=x.device)
     h = x.new_empty(0)
@@ -221,12 +238,15 @@ def triton_norm(x, weight, bias, eps, residual, center, out_dtype):
         residual = residual.contiguous()
         h = torch.empty_like(x, dtype=torch.promote_types(x.dtype, residual.dtype))
     rstd = torch.empty(M, dtype=torch.float32, device=x.device)
-    amax = torch.zeros(1, dtype=torch.float32, device=x.device)
+    past, codes, scale, amax, format, pow2, margin = cast or (None,) * 7
+    amax = torch.zeros(1, dtype=torch.float32, device=x.device) if amax is None else amax
     if x.numel():
         rows, wide, warps = _tile(H)
         _norm_kernel[(triton.cdiv(M, rows),)](
-            x, residual, weight, bias, y, h, rstd, amax.view(torch.int32), eps, M, H,
-            CENTER=center, ROWS=rows, WIDE=wide, num_warps=warps,
+            x, residual, weight, bias, y, h, rstd, amax.view(torch.int32),
+            None if past is None else past.view(torch.int32), codes, scale, eps, M, H,
+            CENTER=center, E4M3=format == "e4m3", POW2=bool(pow2), MARGIN=margin or 0,
+            HARDWARE=converts_fp8(x.device), ROWS=rows, WIDE=wide, num_warps=warps,
         )  # fmt: skip
     return y, h, rstd, amax
 
