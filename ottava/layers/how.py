@@ -48,6 +48,17 @@ class How:
             out = cast_kernels.quantize(x_MK if order == "rows" else x_MK.t(), cast, **known)
         return out
 
+    def knows_input(self) -> bool:
+        """Whether the input's scale is known before the input is: delayed, and not the first step."""
+        cast = self.recipe.input
+        delayed = cast.scaling == "delayed" and cast.rounding == "nearest"
+        return delayed and self.history.ready[0]
+
+    def input_known(self, like: torch.Tensor) -> dict:
+        """Where `knows_input`: the amax that scales it, and where its own goes."""
+        known = self.history.known(0, self.recipe.input, like, self.record)
+        return {"past": known["amax"], "amax_out": known["amax_out"]}
+
     def input_cols(self, x_MK: torch.Tensor, amax: torch.Tensor | None = None) -> Quantized:
         """Codes of the input's columns for grad_weight, from values that backward has again.
         Its scale is current also where the forward's was delayed; nothing is recorded."""

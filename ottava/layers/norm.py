@@ -17,10 +17,11 @@ from torch import nn
 
 from ..kernels import norm as norm_kernels
 from ..kernels.cast import Quantized
+from ..kernels.norm_codes import norm_codes
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
 from .how import How, flat
-from .saved import AmaxHistory, carry, cast_input, note_amax, save, saved
+from .saved import AmaxHistory, Kept, carry, cast_input, note_amax, save, saved
 from .waiting import leave, may_wait, take, waits, whole
 from .weights import Stored, grad_dtype_of, weight_values
 
@@ -33,7 +34,13 @@ class NormFunction(torch.autograd.Function):
     def forward(ctx, x_MH, residual_MH, weight_H, bias_H, eps, how, is_rms, passes):
         w = None if weight_H is None else weight_values(weight_H, torch.float32)
         b = None if bias_H is None else weight_values(bias_H, torch.float32)
-        if is_rms:
+        amax = rows = None
+        if how is not None and how.knows_input():  # delayed: codes and y from one pass
+            y, h, rstd, rows = norm_codes(
+                x_MH, w, b, eps, residual_MH, cast=how.recipe.input, center=not is_rms,
+                **how.input_known(x_MH),
+            )  # fmt: skip
+        elif is_rms:
             y, h, rstd, amax = norm_kernels.rms_norm(x_MH, w, eps, residual_MH)
         else:
             y, h, rstd, amax = norm_kernels.layer_norm(x_MH, w, b, eps, residual_MH)
@@ -45,7 +52,7 @@ class NormFunction(torch.autograd.Function):
         if how is None:
             save(ctx, y, None, rstd, parameters=(weight_H, bias_H))
             return y, h, None, None, None, None
-        rows, kept = cast_input(y, how, amax)
+        rows, kept = cast_input(y, how, amax) if rows is None else (rows, Kept(rows, False))
         save(ctx, kept.q.codes, kept.q.scale, rstd, parameters=(weight_H, bias_H))
         codes = flat(rows, kept)
         ctx.mark_non_differentiable(*(c for c in codes if c is not None))

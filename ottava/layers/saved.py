@@ -159,7 +159,8 @@ class AmaxHistory:
     OPERANDS = ("input", "weight", "grad_output")
 
     def __init__(self, history: int, device: torch.device) -> None:
-        with torch.inference_mode(False):  # a first call there must not make what training cannot use
+        # A first call in inference mode must not make what training cannot use.
+        with torch.inference_mode(False):
             self.amax = torch.zeros(3, history, device=device)
             self.pending, self.top = (torch.zeros(3, device=device) for _ in range(2))
         self._top_version = self.amax._version
