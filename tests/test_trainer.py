@@ -73,7 +73,7 @@ def test_a_bad_gradient_changes_nothing_and_is_named(tmp_path, case):
     preset, sections = SKIPS[case]
     t = Trainer(tiny_run(tmp_path, preset, **sections))
     assert t.step_once().stepped
-    before = everything(t, "data", "progress", "random")
+    before = everything(t, "data", "progress", "random", "health")
     bad = poison_gradient(t, BAD)
     result = t.step_once()
     bad.remove()
@@ -81,7 +81,7 @@ def test_a_bad_gradient_changes_nothing_and_is_named(tmp_path, case):
     # it spreads from layer 1 down; the name is where it began
     assert result.cause == f"the gradient of {BAD} is not finite"
     assert math.isfinite(result.loss) and math.isnan(result.grad_norm)
-    after = everything(t, "data", "progress", "random")
+    after = everything(t, "data", "progress", "random", "health")
     assert before["schedule"].pop("skipped") + 1 == after["schedule"].pop("skipped")
     assert_same(before, after)
     # and the next step is the one that would have come without it
@@ -377,7 +377,7 @@ def test_recompute_changes_no_number(tmp_path, preset, recompute):
     for which in ("none", recompute):
         t = Trainer(tiny_run(tmp_path, preset, train={"recompute": which}))
         results.append([(r.loss, r.grad_norm) for r in (t.step_once(), t.step_once())])
-    if preset == "fp8" and recompute == "mlp":
+    if preset == "fp8":  # what is kept of a stretch is in 8 bits
         assert results[0] == [pytest.approx(r, rel=0.05) for r in results[1]]
     else:
         assert results[0] == results[1]
@@ -405,9 +405,8 @@ def test_interrupted_once_it_finishes_the_step_and_saves(tmp_path):
     assert (result.step, result.exit_code) == (5, 0)
 
 
-def test_a_streak_of_skips_stops_the_run_with_the_cause(tmp_path, monkeypatch):
-    monkeypatch.setattr(loop, "SKIPS_IN_A_ROW", 3)
-    t = Trainer(tiny_run(tmp_path))
+def test_a_streak_of_skips_stops_the_run_with_the_cause(tmp_path):
+    t = Trainer(tiny_run(tmp_path, heal={"after": 3, "rollbacks": 0}))
     poison_gradient(t, "lm_head.weight")
     with pytest.raises(loop.TrainingError, match=r"step 3: .*lm_head\.weight.*ottava diagnose"):
         t.run(quiet=True)

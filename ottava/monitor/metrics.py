@@ -23,6 +23,9 @@ counts). Kinds and their fields:
     eval     loss (validation, nats per token), ema_loss (with the running average; null without)
     save     path
     event    text (a switch of precision, an interruption)
+    heal     the run went back by itself: text, to (step), row (demoted, or null), lr (peak from now
+             on), position (of the data), rollbacks (so far), high (all rows demoted). Step lines
+             after it count from `to` again
     end      status ("done" | "stopped" | "failed"), reason, seconds
 
 A non-finite number is written as the string "nan", "inf" or "-inf" (JSON has none) and read back as
@@ -161,11 +164,19 @@ def _plain(value: Any) -> Any:
 
 
 def _lines_until(path: Path, step: int) -> list[bytes]:
-    """The file's whole lines up to `step`; what is broken or later is left out."""
+    """The file's whole lines up to `step`; what is broken or later is left out.
+
+    Up to the line that says `step` was saved, where there is one: a run that went back by itself
+    has later steps before it, and they are its history.
+    """
     if not path.exists():
         return []
     rows = [(row, _parse(row)) for row in path.read_bytes().split(b"\n")]
-    return [row for row, line in rows if line is not None and line["step"] <= step]
+    whole = [(row, line) for row, line in rows if line is not None]
+    saves = [n for n, (_, x) in enumerate(whole) if x["kind"] == "save" and x["step"] == step]
+    if saves and any(x["kind"] == "heal" for _, x in whole):
+        return [row for row, _ in whole[: saves[-1] + 1]]
+    return [row for row, line in whole if line["step"] <= step]
 
 
 def _replace(path: Path, rows: list[bytes]) -> None:

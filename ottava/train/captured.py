@@ -183,7 +183,7 @@ class CapturedTraining:
             return None
         tensors = [tensors_of(b, trainer.config.data.document_mask) for b in window]
         shapes = tuple(tuple((k, v.shape) for k, v in t.items()) for t in tensors)
-        precision = trainer.in_eight_bits
+        precision = trainer.precision_now
         key = (precision, shapes)
         if key in self.kinds:
             return self.kinds[key]
@@ -195,7 +195,10 @@ class CapturedTraining:
             return None
         kind = _Kind(
             [Buffers(t, trainer.device) for t in tensors],
-            Buffers({"valid": torch.zeros((), dtype=torch.int64)}, trainer.device),
+            Buffers(
+                {"valid": torch.zeros((), dtype=torch.int64), "limits": torch.zeros(2)},
+                trainer.device,
+            ),
             StepGraph(trainer.optimizer, self.lane, self.clock, warmup=WARMUP),
         )
         self.kinds[key] = kind
@@ -204,7 +207,9 @@ class CapturedTraining:
     def _run(self, kind: _Kind, window: list[Batch], valid: int) -> torch.Tensor:
         for buffers, batch in zip(kind.micro, window, strict=True):
             buffers.fill(batch)
-        kind.valid.fill({"valid": torch.tensor(max(valid, 1))})
+        health = self.trainer.health
+        limits = torch.tensor([health.loss_limit, health.norm_limit])
+        kind.valid.fill({"valid": torch.tensor(max(valid, 1)), "limits": limits})
         values = kind.graph.run(lambda: self._whole(kind))
         handle = self.trainer.handle
         if handle is not None and kind.graph.captured:
@@ -217,7 +222,7 @@ class CapturedTraining:
         """The step, without a look at what it computes: FP32 [loss, gradient norm, found_inf]."""
         trainer = self.trainer
         torch.clear_autocast_cache()
-        valid = kind.valid.views()["valid"]
+        valid, limits = (kind.valid.views()[k] for k in ("valid", "limits"))
         total = torch.zeros((), device=trainer.device)
         for buffers in kind.micro:
             inputs = arguments_of(trainer.model, buffers.views())
@@ -225,15 +230,17 @@ class CapturedTraining:
                 loss = trainer.model(**inputs, num_items_in_batch=valid).loss
             total += loss.detach()
             if trainer.handle is not None:
-                trainer.handle.guard(loss)
+                trainer.handle.guard(loss.where(loss <= limits[0], torch.nan))
             loss.backward()
             del loss
-        norm, found = self._update(total)
+        norm, found = self._update(total, limits)
         trainer.optimizer.zero_grad(set_to_none=True)
         torch.clear_autocast_cache()
         return torch.stack([t.detach().reshape(()).to(total) for t in (total, norm, found)])
 
-    def _update(self, total: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _update(
+        self, total: torch.Tensor, limits: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm before clipping, found_inf) after the update, or after what ends a fused one."""
         trainer, limit = self.trainer, self.trainer.config.optimizer.clip_norm
         if trainer.handle is not None:
@@ -242,7 +249,8 @@ class CapturedTraining:
             trainer.optimizer.step(found_inf=found)
             return norm, found
         norm = fast_norm(trainer.parameters)
-        found = (~(norm.isfinite() & total.isfinite())).float().reshape(1)
+        good = norm.isfinite() & total.isfinite() & (total <= limits[0]) & (norm <= limits[1])
+        found = (~good).float().reshape(1)
         scale = None
         if limit:  # a division by a tensor: one by a number would multiply by its inverse
             wide = norm.double()

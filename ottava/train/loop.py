@@ -19,16 +19,16 @@ import torch
 
 from ..kernels.gemm import has_fp8_unit
 from ..monitor.console import RunConsole, changed_options
+from ..monitor.diagnose import diagnose
 from ..monitor.metrics import VERSION, MetricsWriter
 from ..monitor.speed import Speed, flops_per_token, machine_speed
 from .checkpoint import set_aside_after
+from .heal import Incurable, heal
 from .out_of_memory import explained
 from .signals import EXIT_CODES, StopRequest, agreed
 
 if TYPE_CHECKING:
     from .trainer import StepResult, Trainer
-
-SKIPS_IN_A_ROW = 50  # more than FP16's loss scale needs to fall from 2**16 to its floor
 
 
 class TrainingError(RuntimeError):
@@ -86,7 +86,6 @@ class _Loop:
         if trainer.origin.checkpoint is not None:
             self.saved = (trainer.step, trainer.origin.checkpoint.path)
         self.loss = self.eval_loss = math.nan
-        self.skips_in_a_row = 0
         self.was_eight_bit = trainer.plan is not None and trainer.in_eight_bits
         self.graph_note = trainer.graph_note
         resumed = trainer.origin.checkpoint is not None
@@ -145,7 +144,7 @@ class _Loop:
     # ---- between steps ----
 
     def after(self, result: StepResult) -> None:
-        """Log, evaluate, save; raise TrainingError after too many skips in a row."""
+        """Log, evaluate, save; after too many bad steps in a row heal, or raise TrainingError."""
         trainer, train = self.trainer, self.config.train
         self.loss = result.loss
         line = self._line(result)
@@ -163,13 +162,23 @@ class _Loop:
             self._evaluate()
         if last or (train.checkpoint_every and result.step % train.checkpoint_every == 0):
             self._save()
-        self.skips_in_a_row = 0 if result.stepped else self.skips_in_a_row + 1
-        if self.skips_in_a_row >= SKIPS_IN_A_ROW:
+        if trainer.health.failing:
+            self._heal(result)
+
+    def _heal(self, result: StepResult) -> None:
+        trainer = self.trainer
+        try:
+            done = heal(trainer, result)
+        except Incurable as e:
             raise TrainingError(
-                f"step {result.step}: the {SKIPS_IN_A_ROW}th step in a row without an update "
-                f"({result.cause}); the weights are as before them: lower optimizer.lr, or see "
-                f"`ottava diagnose {self.config.out}`"
-            )
+                f"step {result.step}: {e}; the weights of the last checkpoint are good"
+                f"{_advice(self.config.out)}; see `ottava diagnose {self.config.out}`"
+            ) from None
+        self.metrics.write("heal", result.step, **done)
+        self.console.say(done["text"])
+        if trainer.step < result.step:
+            self.saved = (trainer.step, trainer.checkpoints / f"step-{trainer.step:08d}")
+        self.was_eight_bit = trainer.plan is not None and trainer.in_eight_bits
 
     def _line(self, result: StepResult) -> dict[str, Any]:
         trainer = self.trainer
@@ -226,6 +235,12 @@ def peak_gib(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+
+
+def _advice(out: str) -> str:
+    """What the first finding about the run so far says, to end a sentence with."""
+    found = next((f for f in diagnose(out) if f.level != "note"), None)
+    return f"; {found.symptom}: {found.evidence}; try {found.setting}" if found else ""
 
 
 def _held(trainer: Trainer) -> str:

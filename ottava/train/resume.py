@@ -160,6 +160,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "amax": amax_state(trainer.model),
         "progress": {"step": trainer.step, "skipped": trainer.skipped, "tokens": trainer.tokens},
         "random": random,
+        "health": trainer.health.state_dict(),
         "plan": trainer.plan.to_dict() if trainer.plan is not None else None,
         "run": asdict(trainer.config),
     }
@@ -190,6 +191,9 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     progress = checkpoint.section("progress")
     trainer.step, trainer.skipped = progress["step"], progress["skipped"]
     trainer.tokens = progress["tokens"]
+    if "health" in checkpoint.skeleton:
+        trainer.health.load_state_dict(checkpoint.section("health"))
+    trainer.adopt_health()
     rank, others = trainer.strategy.rank, checkpoint.skeleton.get("ranks", [])
     if rank <= len(others):  # a rank that is new draws from its own seed
         set_random_state(checkpoint.section("ranks")[rank - 1] if rank else

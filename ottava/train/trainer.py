@@ -40,6 +40,7 @@ from ..recompute import wrap_recompute
 from . import captured, checkpoint, loop, resume
 from .data import load_data
 from .forward import Batch, inputs_of, mean_loss, window_loss
+from .heal import Health, Precision
 
 _AUTOCAST = {
     "autocast-bf16": torch.bfloat16,
@@ -105,6 +106,8 @@ class Trainer:
         self.router_rate = 0.0 if loaded else ROUTER_BIAS_RATE
         self.observer = Observer(self.model, self.plan, self.optimizer, every=run.monitor.every)
         self._look: Observation | None = None  # at the running step
+        self.health, self._rows = Health(run), Precision(self.model, self.plan)
+        self._peaks = list(self.schedule.peaks)
         self.step = self.skipped = self.tokens = 0
         self.origin = self.strategy.on_main(resume.find_origin, run, self.checkpoints)
         if self.origin.checkpoint is not None:
@@ -129,12 +132,15 @@ class Trainer:
         tokens = sum(batch["input_ids"].numel() for batch in window)
         valid, tokens = map(int, self.strategy.sum(valid, tokens))
         lr = float(self.optimizer.param_groups[0]["lr"])
+        self.adopt_health()
         look = self._look = self.observer.begin(self.step)
         take = self.launch_step
         if self.captured is not None:
             take = self.captured.step_by_python if look else self.captured.step
         loss, norm, cause, stepped = take(window, valid)
         observed = look.finish() if look else None
+        if observed:
+            self.health.look_at(observed)
 
         self.schedule.step(stepped)
         if stepped and self.ema is not None:
@@ -142,9 +148,11 @@ class Trainer:
         if not stepped:
             discard_amax(self.parameters)
             self.skipped += 1
+        self.health.note(loss, norm, bad=bool(cause) or not stepped)
         update_router_bias(self.model, self.router_rate if stepped else 0.0)
         self.optimizer.zero_grad(set_to_none=True)
-        first_bad = self._locate(window, valid) if cause else None
+        finite = math.isfinite(loss) and math.isfinite(norm)  # an explosion is no riddle
+        first_bad = self._locate(window, valid) if cause and not finite else None
         torch.clear_autocast_cache()  # also where an outer autocast region would keep old weights
         self.step += 1
         self.tokens += tokens
@@ -166,7 +174,8 @@ class Trainer:
                 loss = self._loss(batch, valid, count)
             total += loss.detach()
             if self.handle is not None:
-                self.handle.guard(loss)
+                self.handle.guard(loss if self.health.loss_limit == math.inf else
+                                  loss.where(loss <= self.health.loss_limit, math.nan))  # fmt: skip
             self.strategy.backward(self.scaler.scale(loss), last=batch is window[-1])
 
         self.scaler.unscale_(self.optimizer)
@@ -203,10 +212,14 @@ class Trainer:
             bad = not math.isfinite(norm)
         loss, bad = self.strategy.sum(loss, bad)
         loss = float(numpy.float32(loss))  # as one rank would have added it up
-        return loss, norm, self.cause_of(loss, bool(bad))
+        # a fused step has moved already: of its explosions only the loss is held back
+        return loss, norm, self.cause_of(loss, bool(bad), 0.0 if self.handle is not None else norm)
 
-    def cause_of(self, loss: float, bad: bool) -> str:
-        """Why a step with this loss and, if `bad`, a bad gradient is not taken; "" if it is."""
+    def cause_of(self, loss: float, bad: bool, norm: float = 0.0) -> str:
+        """Why a step with this loss, norm and, if `bad`, a bad gradient is not taken, or ""."""
+        exploded = self.health.explosion(loss, norm)
+        if exploded:
+            return exploded
         causes = [] if math.isfinite(loss) else [f"the loss is {loss}"]
         if bad or causes:
             causes += self._first_bad_gradient()
@@ -320,6 +333,24 @@ class Trainer:
             checkpoint.save, self.checkpoints, self.step, model=self.model, sections=sections,
             keep_last=self.config.train.keep_last,
         )  # fmt: skip
+
+    def adopt_health(self) -> None:
+        """Compute as `health` has it for the step at hand: rows in high precision, learning rate."""
+        self._rows.apply(self.health.demoted(self.step))
+        peaks = [peak * self.health.lr_scale for peak in self._peaks]
+        if peaks != self.schedule.peaks:
+            self.schedule.load_state_dict({**self.schedule.state_dict(), "peaks": peaks})
+
+    def capture_again(self) -> None:
+        """Begin anew with graphs, where there were any: the optimizer's state lies elsewhere now."""
+        if self.captured is not None:
+            self.captured.drop()
+            self.captured, self._graph_note = captured.begin(self)
+
+    @property
+    def precision_now(self) -> tuple[bool, frozenset[str]]:
+        """Whether the step at hand is 8-bit, and the rows demoted in it."""
+        return self.in_eight_bits, frozenset(self.health.demoted(self.step))
 
     def run(self, *, quiet: bool = False) -> loop.RunResult:
         """Train to the last step, evaluating, saving and logging on the way; see loop.py."""
