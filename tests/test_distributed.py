@@ -14,7 +14,7 @@ from tiny_run import tiny_run
 
 from ottava.config import ConfigError
 from ottava.distributed.ddp import Reducer
-from ottava.distributed.ranks import _all_max
+from ottava.distributed.ranks import all_max
 from ottava.kernels.cast import scale_from_amax
 from ottava.layers.linear import Linear
 from ottava.layers.saved import AmaxHistory, agree_amax
@@ -142,7 +142,7 @@ def test_ranks_scale_alike_after_unlike_inputs(tmp_path):
         for largest in (1.0, 2.0):
             x = torch.ones(4, 16) * (100.0 if rank else largest)
             layer(x).sum().backward()
-            agree_amax(layer.parameters(), _all_max)
+            agree_amax(layer.parameters(), all_max)
             optimizer.step()
         history = layer._history
         scale = scale_from_amax(history.past(0, layer.recipe.input, x), layer.recipe.input)

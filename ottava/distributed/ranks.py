@@ -124,7 +124,7 @@ class Ranks(Strategy):
     # ---- a step ----
 
     def step(self, scaler: GradScaler, grad_scale: float | None) -> bool:
-        agree_amax(self.parameters, _all_max)
+        agree_amax(self.parameters, all_max)
         return super().step(scaler, grad_scale)
 
     @property
@@ -140,7 +140,7 @@ _LOST = ("Connection closed", "Connection reset", "Timed out", "timed out", "Bro
          "recvBytes", "sendBytes", "Connection refused", "NCCL")  # fmt: skip
 
 
-def _all_max(values: torch.Tensor) -> None:
+def all_max(values: torch.Tensor) -> None:
     # NaN has no order in a maximum over ranks; infinity is refused just the same
     dist.all_reduce(values.nan_to_num_(nan=torch.inf), dist.ReduceOp.MAX)
 

@@ -4,7 +4,7 @@
     optimizer = strategy.prepare(model)              # shards what it shards; the optimizer over it
     strategy.backward(loss, last=...)                # gradients of the whole window after the last
     strategy.step(scaler, grad_scale)                # False where an overflow forbids it
-    strategy.weights(model), strategy.gather(tensor) # what a checkpoint holds, whole, on rank 0
+    strategy.whole(tensor), .optimizer_state()       # what a checkpoint holds, on rank 0
 
 `Strategy` itself is one process alone, where every agreement is already reached. The trainer's loop
 is the same under all of them: every decision in it is made from numbers on which the ranks agree.
@@ -100,7 +100,23 @@ class Strategy:
         """The `value` of every rank, in order (plain data and tensors on the CPU)."""
         return [value]
 
-    # ---- state ----
+    # ---- state: what a checkpoint holds is whole, whatever each rank keeps ----
+
+    def whole(self, t: torch.Tensor) -> torch.Tensor | None:
+        """A tensor from the shares of all ranks, which all call it; None except on rank 0."""
+        return t
+
+    def share(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a whole tensor, as `like` is shared."""
+        return value
+
+    def optimizer_state(self) -> dict[str, Any]:
+        """The optimizer's state, whole, without split masters."""
+        return self.optimizer.state_dict(weights=False)
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        """Restore what `optimizer_state` gave, on any number of ranks."""
+        self.optimizer.load_state_dict(state)
 
     def folder(self, out: str) -> Path:
         """Where this rank's own lines go: the run's folder, or ranks/<rank> in it."""
@@ -133,4 +149,8 @@ def strategy_of(run: Run) -> Strategy:
         from .ddp import DDP
 
         return DDP(run)
-    raise ConfigError(f"distributed.strategy: {name!r} is not built yet; use ddp")
+    if name == "fsdp2":
+        from .fsdp2 import FSDP2
+
+        return FSDP2(run)
+    raise ConfigError(f"distributed.strategy: {name!r} is not built yet; use ddp or fsdp2")

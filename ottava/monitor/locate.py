@@ -28,6 +28,7 @@ class Trace:
             x = x[0]
         if isinstance(x, Tensor) and (x.is_floating_point() and x.element_size() > 1):
             self.where.append((row, operand))
+            x = getattr(x, "_local_tensor", x)  # of a sharded gradient, this rank's part
             self.good.append(torch.isfinite(x.detach()).all())
 
     def first_bad(self) -> tuple[str, str] | None:

@@ -87,6 +87,9 @@ def weight_pieces(p: Tensor, rows: int = 0) -> Iterator[Tensor]:
         if not isinstance(p, SplitParameter):
             yield p.detach()[part].float() if p.dim() else p.detach().float()
             continue
+        if not p.residual.numel():  # codes alone, gathered for a sharded layer
+            yield p.dequantize()[part]
+            continue
         per_row = p.scale is not None and p.scale.dim() > 1
         yield unpack_split(p.data[part], p.residual[part], p.scale[part] if per_row else p.scale)
 

@@ -162,6 +162,8 @@ class AdamW(torch.optim.Optimizer):
         if counted and "skipped" not in state:
             state["skipped"] = torch.zeros(1, dtype=torch.int32, device=p.grad.device)
         state["step"] += 1
+        if not local(p).numel():  # a shard without rows
+            return
         row, key = None, _STREAM + self._numbers[p]
         if self.clock is not None:
             row = self.clock.row(group, state)

@@ -37,7 +37,11 @@ def fast_norm(params: Iterable[torch.Tensor]) -> torch.Tensor:
     Not finite where a gradient is not, and also where squares overflow (a norm above 1.8e19): then
     ask `grad_norm`.
     """
-    grads = _grads(params)
+    return norm_of(_grads(params))
+
+
+def norm_of(grads: list[torch.Tensor]) -> torch.Tensor:
+    """The same of gradients that are given."""
     if not grads:
         return torch.zeros(())
     by_kind: dict[tuple, list[torch.Tensor]] = {}

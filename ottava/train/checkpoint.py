@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +75,21 @@ def _split_parts(name: str, p: SplitParameter) -> dict[str, torch.Tensor]:
     return {f"{name}.{k}": v for k, v in parts.items() if v is not None}
 
 
-def _weight_entries(model: nn.Module) -> tuple[list[Entry], list[Entry]]:
+def whole_weights(
+    model: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor | None]
+) -> dict[str, torch.Tensor | None]:
+    """What `save` writes for each sharded weight: `whole` of it, in an order that all ranks share."""
+    named = _named_tensors(model)[0]
+    return {name: whole(p) for name, p in named.items() if hasattr(p, "_local_tensor")}
+
+
+def _weight_entries(
+    model: nn.Module, whole: Mapping[str, torch.Tensor]
+) -> tuple[list[Entry], list[Entry]]:
     """Entries of model.safetensors (high precision) and of split.safetensors."""
     plain, split = [], []
     for name, p in _named_tensors(model)[0].items():
+        p = whole.get(name, p)
         if isinstance(p, SplitParameter):
             # fp32 holds every bit of code and residual
             shape = tuple(p.shape)
@@ -89,8 +100,12 @@ def _weight_entries(model: nn.Module) -> tuple[list[Entry], list[Entry]]:
     return plain, split
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Copy a checkpoint's weights into `model`, bit for bit, in place.
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    share: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda value, like: value,
+) -> None:
+    """Copy a checkpoint's weights into `model`, bit for bit, in place; of each, `share(whole, own)`.
 
     Raises CheckpointError naming the first tensor that is missing, unexpected or differs in shape,
     dtype, or kind of master.
@@ -124,7 +139,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint) -> None:
                     f"{target.dtype} {list(target.shape)}"
                 )
             with torch.no_grad():
-                target.copy_(source)
+                target.copy_(share(source, target))
 
 
 # ---- reading ----------------------------------------------------------------------------------
@@ -235,10 +250,12 @@ def save(
     model: nn.Module,
     sections: Mapping[str, Any],
     keep_last: int = 2,
+    whole: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
     """Write the checkpoint of `step` and delete all but the last `keep_last`; returns its path.
 
-    `sections` maps a name to nested plain state (see `serialize.flatten`). Raises CheckpointError
+    `sections` maps a name to nested plain state (see `serialize.flatten`); `whole` what is written
+    for weights that `model` holds in part. Raises CheckpointError
     when it cannot be written (disk full): the earlier checkpoints are then untouched and nothing of
     the new one is left.
     """
@@ -249,7 +266,7 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         _remove_partials(folder)
         partial.mkdir()
-        _write_all(partial, step, model, sections)
+        _write_all(partial, step, model, sections, whole or {})
         if final.exists():  # only after going back to an older checkpoint
             _discard(final)
         os.rename(partial, final)
@@ -280,8 +297,14 @@ def set_aside_after(folder: str | Path, step: int) -> list[Path]:
     return moved
 
 
-def _write_all(folder: Path, step: int, model: nn.Module, sections: Mapping[str, Any]) -> None:
-    plain, split = _weight_entries(model)
+def _write_all(
+    folder: Path,
+    step: int,
+    model: nn.Module,
+    sections: Mapping[str, Any],
+    whole: Mapping[str, torch.Tensor],
+) -> None:
+    plain, split = _weight_entries(model, whole)
     files: dict[str, list[Entry]] = {"model": plain, "split": split}
     skeleton: dict[str, Any] = {"aliases": _named_tensors(model)[1]}
     for name, value in sections.items():
@@ -356,7 +379,7 @@ def _remove_partials(folder: Path) -> None:
 def _cannot_save(folder: Path, step: int, model: nn.Module, error: OSError) -> str:
     earlier = [s for s, _ in checkpoints(folder)]
     intact = f"the checkpoint of step {earlier[0]} is intact" if earlier else "none exists yet"
-    needed = sum(e.nbytes for part in _weight_entries(model) for e in part) / 2**30
+    needed = sum(e.nbytes for part in _weight_entries(model, {}) for e in part) / 2**30
     try:
         free = f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
     except OSError:

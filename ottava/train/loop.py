@@ -22,6 +22,7 @@ from ..monitor.console import RunConsole, changed_options
 from ..monitor.diagnose import diagnose
 from ..monitor.metrics import VERSION, MetricsWriter
 from ..monitor.speed import Speed, flops_per_token, machine_speed
+from ..optim.adamw import local
 from .checkpoint import set_aside_after
 from .heal import Incurable, heal
 from .out_of_memory import explained
@@ -257,7 +258,7 @@ def _held(trainer: Trainer) -> str:
     if trainer.ema is not None:
         sizes["running average"] = list(trainer.ema.shadow.values())
     held = ", ".join(
-        f"{name} {sum(t.numel() * t.element_size() for t in tensors) / 2**30:.3f}"
+        f"{name} {sum(local(t).numel() * t.element_size() for t in tensors) / 2**30:.3f}"
         for name, tensors in sizes.items()
         if tensors
     )

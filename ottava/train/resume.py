@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..config import Run
+from ..distributed.strategy import Strategy
 from ..layers.saved import AmaxHistory, clock
 from ..numerics.policy import Plan
 from ..numerics.recipe import Cast, Recipe
@@ -152,9 +153,9 @@ def collect(trainer: Trainer) -> dict[str, Any]:
     return {
         **({"ranks": random_of_others} if random_of_others else {}),
         # split masters are in split.safetensors, with the weights
-        "optimizer": trainer.optimizer.state_dict(weights=False),
+        "optimizer": trainer.strategy.optimizer_state(),
         "scaler": trainer.scaler.state_dict(),
-        **({"ema": trainer.ema.state_dict()} if trainer.ema is not None else {}),
+        **({"ema": _whole_average(trainer)} if trainer.ema is not None else {}),
         "schedule": trainer.schedule.state_dict(),
         "data": trainer.data.train.state_dict(),
         "amax": amax_state(trainer.model),
@@ -175,10 +176,15 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """
     notes = _compare_runs(trainer.config, checkpoint)
     _compare_plans(trainer.plan, checkpoint)
-    load_weights(trainer.model, checkpoint)
-    _restore_optimizer(trainer.optimizer, checkpoint)
+    load_weights(trainer.model, checkpoint, trainer.strategy.share)
+    _restore_optimizer(trainer.strategy, checkpoint)
     if trainer.ema is not None and "ema" in checkpoint.skeleton:
-        trainer.ema.load_state_dict(checkpoint.section("ema"))
+        average, here = checkpoint.section("ema"), trainer.ema.shadow
+        shadow = {
+            name: trainer.strategy.share(value, here[name]) if name in here else value
+            for name, value in average["shadow"].items()
+        }
+        trainer.ema.load_state_dict({**average, "shadow": shadow})
         trainer.ema.decay = trainer.config.ema.decay
     elif trainer.ema is not None:
         notes.append("the running average starts now: the checkpoint holds none")
@@ -201,10 +207,16 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     return notes
 
 
-def _restore_optimizer(optimizer: torch.optim.Optimizer, checkpoint: Checkpoint) -> None:
+def _whole_average(trainer: Trainer) -> dict[str, Any]:
+    state = trainer.ema.state_dict()
+    return {**state, "shadow": {n: trainer.strategy.whole(t) for n, t in state["shadow"].items()}}
+
+
+def _restore_optimizer(strategy: Strategy, checkpoint: Checkpoint) -> None:
+    optimizer = strategy.optimizer
     mine = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     try:
-        optimizer.load_state_dict(checkpoint.section("optimizer"))
+        strategy.load_optimizer(checkpoint.section("optimizer"))
     except ValueError as e:
         raise checkpoint.refused(f"does not fit this run's optimizer: {e}") from e
     for group, settings in zip(optimizer.param_groups, mine, strict=True):

@@ -329,9 +329,10 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the position between two steps. Raises CheckpointError."""
         sections = resume.collect(self)
+        whole = checkpoint.whole_weights(self.model, self.strategy.whole)
         return self.strategy.on_main(
             checkpoint.save, self.checkpoints, self.step, model=self.model, sections=sections,
-            keep_last=self.config.train.keep_last,
+            keep_last=self.config.train.keep_last, whole=whole,
         )  # fmt: skip
 
     def adopt_health(self) -> None:

@@ -1,0 +1,260 @@
+"""Fully sharded: every rank keeps its rows of every parameter, gradient and moment.
+
+PyTorch's `fully_shard`, one group for each decoder layer and one for the rest. A weight is whole only
+while its layer runs, and where the layer computes in FP8 it travels as codes (gather.py). Gradients
+are summed (each rank's loss is divided by the valid tokens of all), in their own dtype. Two ranks
+add in the order of one that accumulates, so the numbers are one rank's.
+
+Given up as yet: split masters, the step inside backward, and building a model that no rank can hold
+whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from .. import prepare
+from ..config import ConfigError
+from ..layers.decoder import Block
+from ..layers.weights import grad_dtype_of
+from ..numerics.recipe import Cast
+from ..optim.adamw import AdamW, is_small, local, splits_codes
+from ..optim.clip import norm_of
+from ..recompute import decoder_layers
+from .gather import CodedWeight, Scales
+from .ranks import Ranks, all_max
+from .shards import groups_end_with_shares, shared, shared_state, whole, whole_state
+
+Place = tuple[nn.Module, str]  # a parameter: the module that owns it, and its name there
+
+
+class FSDP2(Ranks):
+    """See the module docstring. `places`: every parameter; `coded`: those that travel as codes."""
+
+    name = "fsdp2"
+
+    def prepare(self, model: nn.Module) -> AdamW:
+        settings = self.config.settings
+        if settings.master not in ("fp32", "bf16"):
+            raise ConfigError(
+                f"distributed.strategy: fsdp2 keeps no {settings.master} master yet; use "
+                "optimizer.master=bf16 or fp32 (train.preset=fp8 has fp32)"
+            )
+        self.part_ways(model)
+        self.forward = model
+        self.casts = self._casts(model)
+        device = next(model.parameters()).device
+        self.units = _shard(model, init_device_mesh(device.type, (self.world,)))
+        self.scales = self._travel_as_codes(model)
+        model.register_forward_hook(_share_again)
+        self.optimizer = prepare.make_optimizer(self.config, model)
+        for group in self.optimizer.param_groups:
+            # other rows are rounded with other random bits
+            group["seed"] += self.rank << 16
+        self._check_moments(model)
+        return self.optimizer
+
+    # ---- which weights travel as codes ----
+
+    def _casts(self, model: nn.Module) -> dict[Place, Cast]:
+        """Weights whose codes are all that their layer reads, whenever it runs."""
+        settings, precision = self.config.settings, self.config.precision
+        always = precision.start_fp8_at == 0.0 and precision.finish_bf16_at == 1.0
+        plan = getattr(model, "_ottava_plan", None)
+        wanted = self.config.distributed.gather == "fp8" and settings.grad_dtype == "bf16"
+        if plan is None or not (wanted and always):
+            return {}
+        found = {}
+        recipes = {row.name: row.recipe for row in plan.rows}
+        for name, module in model.named_modules():
+            recipe = recipes.get(name)
+            if recipe is None or not (recipe.output.fp8 and recipe.grad_input.fp8):
+                continue
+            for own, p in module.named_parameters(recurse=False):
+                cast = getattr(p, "_ottava_cast", None)
+                if p.requires_grad and splits_codes(cast):
+                    found[module, own] = cast
+        return found
+
+    def _travel_as_codes(self, model: nn.Module) -> Scales | None:
+        if not self.casts:
+            return None
+        weights = [(m._parameters[n], cast) for (m, n), cast in self.casts.items()]
+        scales = Scales(weights, all_max)
+        coded = dict(zip(self.casts, scales.weights, strict=True))
+        for unit in self.units:
+            unit.coded = coded
+        model.register_forward_pre_hook(lambda *_: scales.agree(), prepend=True)
+        return scales
+
+    def _check_moments(self, model: nn.Module) -> None:
+        for name, p in model.named_parameters():
+            eight_bit = self.config.settings.states == "8bit" and not is_small(p)
+            if p.requires_grad and eight_bit and not groups_end_with_shares(p):
+                raise ConfigError(
+                    f"optimizer.states: 8bit keeps groups of 128, and {name} {list(p.shape)} does "
+                    f"not fall into {self.world} shares of whole groups; use optimizer.states=bf16"
+                )
+
+    # ---- a step ----
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        with self.connected():
+            loss.backward()
+
+    def norm(self, parameters: list[torch.Tensor]) -> torch.Tensor:
+        square = norm_of([local(p.grad) for p in parameters if p.grad is not None]).square()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    def exact_norm(self, parameters: list[torch.Tensor]) -> float:
+        grads = [local(p.grad) for p in parameters if p.grad is not None]
+        norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in grads]
+        return math.sqrt(self.sum(math.fsum(n * n for n in norms))[0])
+
+    # ---- state ----
+
+    def whole(self, t: torch.Tensor) -> torch.Tensor | None:
+        return whole(t, keep=self.is_main)
+
+    def share(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return shared(value, like)
+
+    def optimizer_state(self) -> dict[str, Any]:
+        state = super().optimizer_state()
+        keep = self.is_main
+        params = dict(enumerate(self.parameters))
+        state["state"] = {
+            i: {k: whole_state(k, params[i], v, keep=keep) for k, v in sorted(values.items())}
+            for i, values in sorted(state["state"].items())
+        }
+        return state
+
+    def load_optimizer(self, state: dict[str, Any]) -> None:
+        params = dict(enumerate(self.parameters))
+        shares = {
+            i: {k: shared_state(k, params[i], v) for k, v in values.items()}
+            for i, values in state["state"].items()
+        }
+        super().load_optimizer({**state, "state": shares})
+
+    def notes(self) -> list[str]:
+        coded = rest = 0
+        for unit in self.units:
+            for place, p in zip(unit.places, unit.parameters(), strict=True):
+                coded += p.numel() if place in self.casts else 0
+                rest += 0 if place in self.casts else p.numel() * p.element_size()
+        return [
+            f"{self.world} ranks, fsdp2 in {len(self.units)} groups: a gather of all weights moves "
+            f"{coded / 2**20:,.1f} MiB of FP8 codes and {rest / 2**20:,.1f} MiB in full"
+        ]
+
+
+class Unit:
+    """Parameters that are gathered together, when `module` runs. What convert said of each is said
+    again of its shard, and of the whole weight once there is one."""
+
+    def __init__(self, module: nn.Module, places: list[Place], mesh: DeviceMesh) -> None:
+        self.places = places
+        self.coded: dict[Place, CodedWeight] = {}
+        self._tags = [_tags(m._parameters[n]) for m, n in places]
+        self._grad_dtypes = [grad_dtype_of(m._parameters[n]) for m, n in places]
+        self._known: torch.Tensor | None = None
+        fully_shard(module, mesh=mesh)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+        self._shards = self.parameters()
+        for p, tags in zip(self._shards, self._tags, strict=True):
+            p.__dict__.update(tags)
+        module.register_forward_pre_hook(self._gathered)
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [m._parameters[n] for m, n in self.places]
+
+    def _gathered(self, *_: Any) -> None:
+        """Before the module runs, its weights being whole: the same tensors every time."""
+        weights = self.parameters()
+        if weights[0] is self._known:
+            return
+        self._known = weights[0]
+        facts = zip(
+            self.places, weights, self._shards, self._tags, self._grad_dtypes, strict=True
+        )
+        for place, p, shard, tags, dtype in facts:
+            if place in self.coded:
+                self.coded[place].adopt(p)
+            elif p.requires_grad:
+                p.grad_dtype = dtype
+            p.__dict__.update(tags)
+            p._ottava_shard = shard
+
+
+def _share_again(model: nn.Module, *_: Any) -> None:
+    """After a forward that no backward follows: no whole weight stays, to be read when it is old."""
+    if not torch.is_grad_enabled():
+        model.reshard()
+
+
+def _tags(p: torch.Tensor) -> dict[str, Any]:
+    return {k: v for k, v in vars(p).items() if k.startswith("_ottava_")}
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
+    """Shard each decoder layer, then the rest, in place."""
+    try:
+        layers = list(decoder_layers(model))
+    except ValueError:
+        raise ConfigError(
+            f"distributed.strategy: fsdp2 shards layer by layer, and {type(model).__name__} has no "
+            "list of layers (model.model.layers); use ddp"
+        ) from None
+    units = []
+    for module in (*layers, model):
+        if isinstance(module, Block):
+            module.__dict__["next_norm"] = None  # another layer's weight, which is not whole then
+        units += _shard_unit(module, mesh)
+    return units
+
+
+def _shard_unit(module: nn.Module, mesh: DeviceMesh) -> Iterator[Unit]:
+    """The groups of one module: parameters of another dtype (a router's) need one of their own."""
+    places = list(_places(module))
+    sizes: dict[tuple, int] = {}
+    for m, n in places:
+        kind = _kind(m._parameters[n])
+        sizes[kind] = sizes.get(kind, 0) + m._parameters[n].numel()
+    if not places:
+        return
+    main = max(sizes, key=sizes.__getitem__)
+    odd = list(dict.fromkeys(m for m, n in places if _kind(m._parameters[n]) != main))
+    for owner in odd:
+        own = [(m, n) for m, n in places if m is owner]
+        if len({_kind(m._parameters[n]) for m, n in own}) > 1:
+            raise ConfigError(
+                f"distributed.strategy: fsdp2 needs one dtype in a {type(owner).__name__}; use ddp"
+            )
+        yield Unit(owner, own, mesh)
+    yield Unit(module, [(m, n) for m, n in places if m not in odd], mesh)
+
+
+def _kind(p: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
+    return p.dtype, grad_dtype_of(p)
+
+
+def _places(module: nn.Module) -> Iterator[Place]:
+    """Parameters of `module` that are not sharded yet, tied ones once."""
+    seen: set[int] = set()
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None and id(p) not in seen and not isinstance(p, DTensor):
+                seen.add(id(p))
+                yield owner, name
