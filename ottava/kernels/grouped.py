@@ -75,7 +75,7 @@ def ref_grouped_cols(codes, scale, index, ends, expert_scale):
     return out.view(torch.float8_e4m3fn)
 
 
-def _each_expert(a, b, ends, host_ends, rows_a, rows_b):
+def _each_expert(a, b, host_ends, rows_a, rows_b):
     """(expert, its columns of a [N, m16], of b [K, m16]), and no columns where it has no rows."""
     starts = padded_starts(host_ends).tolist()
     for e, rows in enumerate(_slices(host_ends)):
@@ -94,7 +94,7 @@ def ref_grouped_grad_weight(
     a, a_scale, b, b_scale, ends, host_ends, rows_a, rows_b, out_dtype, fast_accum
 ):
     out = torch.zeros(ends.shape[0], rows_a, rows_b, dtype=out_dtype, device=a.device)
-    for e, left, right in _each_expert(a, b, ends, host_ends, rows_a, rows_b):
+    for e, left, right in _each_expert(a, b, host_ends, rows_a, rows_b):
         if left is not None:
             product = left.float() @ right.float().t()
             out[e] = (product * a_scale[e] * b_scale[e]).to(out_dtype)
@@ -244,7 +244,7 @@ def cuda_grouped_grad_weight(
     direct = has_fp8_unit(a.device) and rows_a % 16 == 0 and rows_b % 16 == 0
     # cuBLASLt reads a scale through a pointer that must be 16-byte aligned: one scale in four.
     a_scale, b_scale = (torch.nn.functional.pad(s.view(-1, 1), (0, 3)) for s in (a_scale, b_scale))
-    for e, left, right in _each_expert(a, b, ends, host_ends, rows_a, rows_b):
+    for e, left, right in _each_expert(a, b, host_ends, rows_a, rows_b):
         if left is None:
             out[e].zero_()
         elif direct:

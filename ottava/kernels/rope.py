@@ -13,7 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cast import int8_encode, int8_scale, magnitude_bits, ref_quantize_int8
+from .codes import magnitude_bits
+from .int8 import int8_encode, int8_scale, ref_quantize_int8
 from .op import operator, tl, triton
 
 

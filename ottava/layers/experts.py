@@ -29,7 +29,7 @@ from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe
 from .autocast import HIGH, recipe_in_force
 from .saved import clock, save, saved
-from .weights import Stored, compute_dtype, grad_dtype_of, weight_values
+from .weights import Stored, compute_dtype, grad_dtype_of, weight_values, wide_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ def weight_codes(weight: Tensor, cast: Cast, transposed: bool = False) -> Quanti
         if transposed:
             codes = cast_kernels.transpose(Quantized(codes, scale, "tensor")).codes
         return Quantized(codes, scale[:, None].expand(experts, rows).contiguous(), "row")
-    w = weight_values(weight, _wide(weight))
+    w = weight_values(weight, wide_dtype(weight))
     w = w.transpose(1, 2) if transposed else w
     if cast.granularity == "row":
         q = cast_kernels.quantize(w.reshape(experts * rows, inner), cast)
@@ -226,15 +226,11 @@ def weight_codes(weight: Tensor, cast: Cast, transposed: bool = False) -> Quanti
     return Quantized(codes, torch.stack([q.scale for q in each]), "block")
 
 
-def _wide(weight: Tensor) -> torch.dtype:
-    return torch.float32 if isinstance(weight, SplitParameter) else weight.dtype
-
-
 def _tensor_codes(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
     """Codes [E, N, K] and one scale per expert, [E]; those of the split master where it has them."""
     if isinstance(weight, SplitParameter) and weight.cast == cast:
         return weight.data, weight.scale.view(-1)
-    w = weight_values(weight, _wide(weight)).contiguous()
+    w = weight_values(weight, wide_dtype(weight)).contiguous()
     experts, rows, inner = w.shape
     amax = torch.linalg.vector_norm(w, torch.inf, dim=(1, 2)).float()
     scale = cast_kernels.scale_from_amax(amax, cast)

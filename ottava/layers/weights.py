@@ -49,7 +49,7 @@ def weight_rows(weight: torch.Tensor, cast: Cast) -> Quantized:
     stored = _stored_codes(weight, cast)
     if stored is not None:
         return stored
-    return cast_kernels.quantize(weight_values(weight, _wide(weight)), cast)
+    return cast_kernels.quantize(weight_values(weight, wide_dtype(weight)), cast)
 
 
 def weight_cols(weight: torch.Tensor, cast: Cast) -> Quantized:
@@ -57,10 +57,11 @@ def weight_cols(weight: torch.Tensor, cast: Cast) -> Quantized:
     stored = _stored_codes(weight, cast)
     if stored is not None:
         return cast_kernels.transpose(stored)
-    return cast_kernels.quantize(weight_values(weight, _wide(weight)).t(), cast)
+    return cast_kernels.quantize(weight_values(weight, wide_dtype(weight)).t(), cast)
 
 
-def _wide(weight: torch.Tensor) -> torch.dtype:
+def wide_dtype(weight: torch.Tensor) -> torch.dtype:
+    """The dtype that holds the weight's values, before a cast."""
     return torch.float32 if isinstance(weight, SplitParameter) else weight.dtype
 
 

@@ -67,13 +67,6 @@ INT8_CAST_DB = 39.0
 BLOCK = 128  # elements a side of a scale block, and elements in a scale group
 
 
-def get_format(name: str) -> Format:
-    """The format called `name` ("e4m3", "e5m2"). Raises ValueError naming the choices."""
-    if name not in FORMATS:
-        raise ValueError(f"format: unknown {name!r}; choose one of {', '.join(FORMATS)}")
-    return FORMATS[name]
-
-
 def format_of(dtype: torch.dtype) -> Format:
     """The format stored in a torch float8 dtype. Raises ValueError for any other dtype."""
     if dtype not in _BY_DTYPE:

@@ -130,7 +130,7 @@ def resolve(
     rows = _first_last(rows, policy)
     if head is not None and callable(getattr(model, "get_decoder", None)):
         rows.append(Row(name="", kind="causal_lm", shape=(), recipe=None, reason="head in chunks"))
-    rows = _second_pass(rows, modules, policy)
+    rows = _second_pass(rows, modules)
     plan = Plan(rows=tuple(rows), policy=policy.name, emulated=emulated, recompute=recompute)
     if policy.recipe.any_fp8 and plan.num_fp8 == 0:
         raise ValueError(_nothing_eligible(rows))
@@ -227,16 +227,14 @@ def _first_last(rows: list[Row], policy: Policy) -> list[Row]:
     ]
 
 
-def _second_pass(rows: list[Row], modules: dict[str, nn.Module], policy: Policy) -> list[Row]:
+def _second_pass(rows: list[Row], modules: dict[str, nn.Module]) -> list[Row]:
     """Kinds that depend on other rows: norms carry codes where a linear reads them, a gated MLP
     fuses where its three linears agree, attention keeps 8 bits where its linears do."""
     planned = {r.name: r for r in rows}
-    return [_dependent(r, modules, planned, policy) for r in rows]
+    return [_dependent(r, modules, planned) for r in rows]
 
 
-def _dependent(
-    row: Row, modules: dict[str, nn.Module], planned: dict[str, Row], policy: Policy
-) -> Row:
+def _dependent(row: Row, modules: dict[str, nn.Module], planned: dict[str, Row]) -> Row:
     parent = row.name.rpartition(".")[0]
     near = [r for r in planned.values() if _within(r.name, parent, 2) and r.recipe]
     if row.reason.startswith("kept by"):
