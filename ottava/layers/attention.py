@@ -265,7 +265,8 @@ def _sdpa(module, query, key, value, mask, reason: str, **kwargs):
 
     if kwargs.get("s_aux") is not None:
         raise ValueError(f"attention: sdpa has no sinks, and ottava's kernels cannot run: {reason}")
-    _say(reason)
+    if not torch.compiler.is_compiling():
+        _say(reason)
     window, length = kwargs.get("sliding_window"), key.shape[2]
     if mask is None and window is not None and query.shape[2] == length > window:
         i = torch.arange(length, device=query.device)  # `_hf_mask` left the window to us
@@ -281,13 +282,11 @@ def _hf_mask(*args, **kwargs):
     padding = kwargs.get("attention_mask")
     length, offsets = kwargs.get("q_length"), (kwargs.get("q_offset"), kwargs.get("kv_offset"))
     whole = length is not None and length == kwargs.get("kv_length") and offsets == (0, 0)
-    if (
-        kwargs.get("local_size") is not None
-        and kwargs.get("allow_is_causal_skip", False)
-        and whole
-        and (padding is None or bool(padding.all()))
-    ):
-        return None
+    if kwargs.get("allow_is_causal_skip", False) and whole:
+        if padding is None:
+            return None  # also where sdpa_mask would not say so, as under torch.compile
+        if kwargs.get("local_size") is not None and bool(padding.all()):
+            return None
     return sdpa_mask(*args, **kwargs)
 
 

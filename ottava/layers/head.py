@@ -190,6 +190,8 @@ class ChunkedCausalLM:
 
         cls.forward = forward
 
+    # The head's forward is set and taken back around each call: not to be traced, unlike the model.
+    @torch.compiler.disable(recursive=False)
     def forward(self, *args, **kwargs):
         plain = self._ottava_plain_class
         if hasattr(plain, "token_loss") or self._wants_logits():
