@@ -171,6 +171,16 @@ def test_plan_shows_the_table_the_bytes_and_what_fits(capsys, file):
     assert "does not fit into 0.1 GiB" in out
 
 
+def test_plan_takes_a_model_by_its_name(capsys):
+    small = "model.overrides.num_hidden_layers=1"
+    code, out, _ = run(capsys, "plan", "--model", "dense-100m", small, "--gib", "0.001", "--json")
+    planned = json.loads(out)
+    assert code == DONE and planned["memory"]["name"] == "dense-100m" and not planned["fits"]
+    assert planned["advice"] == []  # the states alone are more
+    assert "give a run file" in refused(capsys, "plan")
+    assert "unknown name 'demmo'" in refused(capsys, "plan", "--model", "demmo", "--gib", "1")
+
+
 def test_compare_prints_a_table_in_80_columns_and_writes_it(capsys, file, tmp_path):
     code, out, _ = run(capsys, "compare", file, "train.steps=4", "--presets", "amp,fp8")
     assert code == DONE and max(map(len, out.splitlines()[:5])) <= 80

@@ -147,6 +147,42 @@ def _overrides(config):
     }  # fmt: skip
 
 
+def test_tied_weights_are_one_tensor_under_either_name(tmp_path):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 48,
+             "num_key_value_heads": 1, "intermediate_size": 96, "tie_word_embeddings": True}  # fmt: skip
+    model = load_model("dense-100m", overrides=sizes, seed=2)
+    ottava.save_fp8(model, tmp_path / "m")
+    out = read_all(tmp_path / "m")
+    assert (
+        "lm_head.weight" not in out and out["model.layers.0.self_attn.o_proj.weight"].itemsize == 1
+    )
+    out["lm_head.weight"] = out.pop("model.embed_tokens.weight")
+    save_file(out, tmp_path / "m" / "model.safetensors")
+    again = ottava.load_fp8(tmp_path / "m", empty(tmp_path / "m"))
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    assert torch.equal(again.lm_head.weight, out["lm_head.weight"].float())
+
+
+def test_a_repository_of_the_hub_is_downloaded(released, monkeypatch):
+    import huggingface_hub
+
+    files, folder = released
+    asked = []
+    monkeypatch.setattr(
+        huggingface_hub, "snapshot_download", lambda name, **_: asked.append(name) or str(folder)
+    )
+    model = ottava.load_fp8("XiaomiMiMo/Small", empty(folder), "released")
+    assert asked == ["XiaomiMiMo/Small"]
+    assert torch.equal(model.lm_head.weight, files.truth["lm_head.weight"])
+
+    def offline(*_, **__):
+        raise OSError("no\nnetwork")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    with pytest.raises(ValueError, match=r"XiaomiMiMo/Small: no such folder.*\(no network\)"):
+        ottava.load_fp8("XiaomiMiMo/Small", model, "released")
+
+
 def test_mtp_blocks_that_the_model_has_not_stay_in_the_files(released):
     files, folder = released
     model = ottava.load_fp8(folder, empty(folder, num_nextn_predict_layers=0), "released")
@@ -308,6 +344,28 @@ def test_split_masters_come_straight_from_the_files_and_go_back_bit_for_bit(
         assert (got - held).norm() < 0.03 * held.norm(), name
 
 
+def test_masters_that_an_optimizer_holds_are_written_in_place(released):
+    files, folder = released
+    model = load_model("mimo-v2.5-pro", overrides=_overrides(files.config), seed=1)
+    ottava.convert(model, recipe="tensor", policy="mimo")
+    opt = ottava.AdamW(model.parameters(), master="split16")
+    held = {n: (p, p.residual.data_ptr()) for n, p in model.named_parameters()
+            if isinstance(p, SplitParameter)}  # fmt: skip
+    ottava.load_fp8(folder, model, "released")
+    for name, (p, at) in held.items():
+        assert model.get_parameter(name) is p and p.residual.data_ptr() == at
+        scale = p.scale if p.cast else None
+        wanted = pack_split(files.truth[name], scale, 8 * p.residual.element_size())
+        assert same(p.data, wanted.codes) and same(p.residual, wanted.residual), name
+        if p.cast:
+            assert torch.equal(
+                p.amax, files.truth[name].flatten(-p.dim() + (p.dim() == 3)).abs().amax(-1).view(-1)
+            )
+    assert {id(p) for p, _ in held.values()} <= {
+        id(p) for group in opt.param_groups for p in group["params"]
+    }
+
+
 def test_blocks_too_far_apart_for_one_scale_are_named(tmp_path):
     codes = torch.full((256, 128), 3.0).to(torch.float8_e4m3fn)
     codes[:, 1] = 448
@@ -387,7 +445,8 @@ def test_a_model_of_ours_goes_out_and_comes_back(tmp_path, layout, flash):
     mtp = "model.decoder" if layout == "released" else "model.mtp.layers.0"
     o_proj = [f"model.layers.{i}.self_attn.o_proj" for i in range(2)] + [f"{mtp}.self_attn.o_proj"]
     more = ["model.mtp.layers.0.eh_proj", "lm_head"] if layout == "canonical" else []
-    assert sorted(section["ignored_layers"]) == sorted(o_proj + more)
+    key = "ignored_layers" if layout == "released" else "modules_to_not_convert"
+    assert sorted(section[key]) == sorted(o_proj + more)
     again = ottava.load_fp8(tmp_path / "a", empty(tmp_path / "a"))
     before = model.state_dict()
     for name, got in again.state_dict().items():

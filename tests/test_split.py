@@ -262,3 +262,14 @@ def test_bf16_values_of_a_bf16_split_are_its_codes():
     assert values.data_ptr() == p.data_ptr()
     master = weight_values(p, torch.float32)
     assert ((values.float() - master).abs() <= 2.0**-8 * master.abs()).all()
+
+
+def test_what_has_no_values_is_packed_once_however_large(monkeypatch):
+    packed = []
+    monkeypatch.setattr(
+        split, "pack_split", lambda w, *rest: packed.append(w.shape) or pack_split(w, *rest)
+    )
+    with FakeTensorMode():
+        p = nn.Parameter(torch.empty(384, 4096, 6144))
+        split_parameter(p, 8, POW2)
+    assert len(packed) == 1 and p.residual.shape == (384, 4096, 6144)

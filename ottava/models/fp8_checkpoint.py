@@ -156,7 +156,8 @@ def _read(shards, jobs, origin, model, master, device) -> dict[str, Storage]:
     for name, tensor in targets.items():
         if tensor.is_meta and name not in memory:
             raise ValueError(
-                f"{shards.folder}: the model's {name} is on meta, and no file holds it"
+                f"{shards.folder}: the model's {name} is on meta and no checkpoint holds it; give "
+                "a model that has memory"
             )
     return memory
 

@@ -256,22 +256,26 @@ def quantization_config(
 ) -> dict:
     """The section of config.json for a file in which the tensors `fp8` are FP8.
 
-    "released": as Xiaomi writes it, with MTP's o_proj under a name of its own and no more.
+    "released": as Xiaomi writes it, with MTP's o_proj under a name of its own and no more;
+    "canonical": the key that transformers of every version reads, and all that is not FP8.
     """
     high = [
         name
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and f"{name}.weight" not in fp8
     ]
-    if layout == "released" and isinstance(getattr(model, "config", None), MiMoV2Config):
-        high = [n for n in high if n.startswith("model.layers.")]
-        high += ["model.decoder.self_attn.o_proj"] if high else []
+    key = "modules_to_not_convert"
+    if layout == "released":
+        key = "ignored_layers"
+        if isinstance(getattr(model, "config", None), MiMoV2Config):
+            high = [n for n in high if n.startswith("model.layers.")]
+            high += ["model.decoder.self_attn.o_proj"] if high else []
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "quant_method": "fp8",
         "weight_block_size": list(block),
-        "ignored_layers": high,
+        key: high,
     }
 
 
