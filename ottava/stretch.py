@@ -63,11 +63,21 @@ def decided(make: Callable[[], Tensor]) -> Tensor:
     return make() if stretch is None else stretch.decide(make, _now.again)
 
 
+def ends_after(ctx, number: int) -> bool:
+    """Whether a stretch runs again here and ends once an autograd function, whose `ctx` this is, has
+    saved `number` tensors (parameters apart): what it would make after that, nobody reads."""
+    if torch.compiler.is_compiling() or not _now.again or not any(ctx.needs_input_grad):
+        return False
+    return _now.stretch.ends_after(number)
+
+
 def end_with(ctx, tensors: tuple[Tensor | None, ...]) -> None:
-    """To be called where an autograd function is about to save `tensors`: a stretch that runs again
-    ends here if it keeps nothing after them."""
-    if _now.again and any(ctx.needs_input_grad):
-        _now.stretch.end_with(tensors)
+    """To be called where an autograd function is about to save `tensors`: ends a stretch that
+    `ends_after` them."""
+    kept = [t for t in tensors if t is not None and not isinstance(t, nn.Parameter)]
+    if ends_after(ctx, len(kept)):
+        for tensor in kept:
+            _now.stretch.again(tensor)
 
 
 class _Now(threading.local):
@@ -191,15 +201,11 @@ class _Stretch:
         if self.run == len(self.saved):
             raise _Ended
 
-    def end_with(self, tensors: tuple[Tensor | None, ...]) -> None:
-        """Take `tensors` as if they were saved already, where they are the last."""
-        kept = [t for t in tensors if t is not None and not isinstance(t, nn.Parameter)]
+    def ends_after(self, number: int) -> bool:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         if hooks is None or hooks[0] != self.again:
-            return  # they go to something inside: another stretch, or offloading
-        if self.run + len(kept) == len(self.saved):
-            for tensor in kept:
-                self.again(tensor)
+            return False  # they go to something inside: another stretch, or offloading
+        return self.run + number == len(self.saved)
 
 
 def _never(_packed) -> Tensor:

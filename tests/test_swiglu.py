@@ -105,6 +105,24 @@ def test_error_of_the_codes(kernels, device):
         assert_db("codes", want, value, INT8_CAST_DB - 3)
 
 
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("name", ["ref", "triton"])
+def test_h_written_over_gate(name, keep, device):
+    """The same bits as apart, and up as it was."""
+    for shape in SHAPES:
+        gate, up = (torch.randn(shape, device=device).bfloat16() for _ in range(2))
+        want = getattr(swiglu, f"{name}_swiglu")(gate.clone(), up, None, keep)
+        before = up.clone()
+        rest = getattr(swiglu, f"{name}_swiglu_")(gate, up, None, keep)
+        assert torch.equal(gate, want[0]) and torch.equal(up, before)
+        assert all(torch.equal(a, b) for a, b in zip(rest, want[1:], strict=True))
+    wide = torch.randn(4, 256, device=device)
+    with pytest.raises(ValueError, match="gate must be contiguous"):
+        swiglu.swiglu_(wide[:, :128], wide[:, 128:])
+    h = swiglu.swiglu_(wide[:, :128].contiguous(), wide[:, 128:]).h
+    assert torch.equal(h, swiglu.swiglu(wide[:, :128], wide[:, 128:]).h)
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_non_finite_is_seen(kernels, bad, device):
     forward, backward = kernels

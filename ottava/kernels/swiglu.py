@@ -64,6 +64,12 @@ def ref_swiglu(gate, up, row_weight, keep_codes):
     return h, _ref_amax(h), *kept
 
 
+def ref_swiglu_(gate, up, row_weight, keep_codes):
+    h, *rest = ref_swiglu(gate, up, row_weight, keep_codes)
+    gate.copy_(h)
+    return rest
+
+
 def ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, row_weight, joined):
     dtype, grad = grad_h.dtype, grad_h.float()
     if gate_scale is None:
@@ -92,7 +98,7 @@ def ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, row_weight, join
 
 
 @triton.jit
-def _tile_of(M, F, ROWS: tl.constexpr, GROUP: tl.constexpr):
+def tile_of(M, F, ROWS: tl.constexpr, GROUP: tl.constexpr):
     """(group numbers, their rows, columns of their elements, which are inside)."""
     per_row = tl.cdiv(F, GROUP)
     number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -110,7 +116,7 @@ def _swiglu_kernel(
     gate_stride, up_stride, KEEP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     seen = tl.load(amax)
-    number, m, k, inside = _tile_of(M, F, ROWS, GROUP)
+    number, m, k, inside = tile_of(M, F, ROWS, GROUP)
     wide_m = m.to(tl.int64)[:, None]
     at = wide_m * F + k
     g = tl.load(gate + wide_m * gate_stride + k, mask=inside, other=0.0).to(tl.float32)
@@ -122,8 +128,8 @@ def _swiglu_kernel(
     tl.store(h + at, out, mask=inside)
     raise_amax(amax, seen, top_magnitude(out))
     if KEEP:
-        _keep_int8(g, gate_codes + at, gate_scale + number, inside, m < M)
-        _keep_int8(u, up_codes + at, up_scale + number, inside, m < M)
+        keep_int8(g, gate_codes + at, gate_scale + number, inside, m < M)
+        keep_int8(u, up_codes + at, up_scale + number, inside, m < M)
 
 
 @triton.jit
@@ -132,7 +138,7 @@ def top_magnitude(v):
 
 
 @triton.jit
-def _keep_int8(v, codes, scale, inside, rows_inside):
+def keep_int8(v, codes, scale, inside, rows_inside):
     s = int8_scale(tl.max(magnitude_bits(v), 1))
     tl.store(scale, s.to(tl.bfloat16), mask=rows_inside)
     tl.store(codes, int8_encode(v * tl.div_rn(1.0, s)[:, None]), mask=inside)
@@ -146,7 +152,7 @@ def _swiglu_backward_kernel(
 ):  # fmt: skip
     """amax: three int32, of grad_gate, grad_up and h."""
     seen_gate, seen_up, seen_h = tl.load(amax), tl.load(amax + 1), tl.load(amax + 2)
-    number, m, k, inside = _tile_of(M, F, ROWS, GROUP)
+    number, m, k, inside = tile_of(M, F, ROWS, GROUP)
     wide_m = m.to(tl.int64)[:, None]
     at = wide_m * F + k
     grad = tl.load(grad_h + at, mask=inside, other=0.0).to(tl.float32)
@@ -178,15 +184,15 @@ def _swiglu_backward_kernel(
 _ROWS = 32  # groups a program: 16 elements a thread with 8 warps
 
 
-def _inner_contiguous(x):
+def inner_contiguous(x):
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def triton_swiglu(gate, up, row_weight, keep_codes):
+def triton_swiglu(gate, up, row_weight, keep_codes, h=None):
     M, F = gate.shape
-    gate, up = _inner_contiguous(gate), _inner_contiguous(up)
+    gate, up = inner_contiguous(gate), inner_contiguous(up)
     groups, device = triton.cdiv(F, BLOCK), gate.device
-    h = torch.empty(M, F, dtype=gate.dtype, device=device)
+    h = torch.empty(M, F, dtype=gate.dtype, device=device) if h is None else h
     amax = torch.zeros(1, dtype=torch.float32, device=device)
     kept = [gate.new_empty(0) for _ in range(4)]
     if keep_codes:
@@ -202,9 +208,14 @@ def triton_swiglu(gate, up, row_weight, keep_codes):
     return h, amax, *kept
 
 
+def triton_swiglu_(gate, up, row_weight, keep_codes):
+    # A program has read all of its tile before it writes any of it.
+    return triton_swiglu(gate, up, row_weight, keep_codes, gate)[1:]
+
+
 def triton_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, row_weight, joined):
     M, F = grad_h.shape
-    gate, up = _inner_contiguous(gate), _inner_contiguous(up)
+    gate, up = inner_contiguous(gate), inner_contiguous(up)
     groups, device = triton.cdiv(F, BLOCK), grad_h.device
     grad_gate = torch.empty(M, F * (1 + joined), dtype=grad_h.dtype, device=device)
     h = torch.empty(M, F, dtype=grad_h.dtype, device=device)
@@ -258,6 +269,13 @@ _swiglu = operator(
     fake=_fake_swiglu,
     cuda=triton_swiglu,
 )
+_swiglu_ = operator(
+    "swiglu_(Tensor(a!) gate, Tensor up, Tensor? row_weight, bool keep_codes) "
+    "-> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=lambda *args: tuple(ref_swiglu_(*args)),
+    fake=lambda *args: _fake_swiglu(*args)[1:],
+    cuda=triton_swiglu_,
+)
 _swiglu_backward = operator(
     "swiglu_backward(Tensor grad_h, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale, "
     "Tensor? row_weight, bool joined) "
@@ -274,6 +292,13 @@ def swiglu(gate, up, row_weight=None, *, keep_codes=True) -> Swiglu:
     gate and up have one dtype. `keep_codes=False` where gate and up themselves are kept.
     """
     return Swiglu(*_swiglu(gate, up, row_weight, keep_codes))
+
+
+def swiglu_(gate, up, row_weight=None, *, keep_codes=True) -> Swiglu:
+    """`swiglu` that writes h over `gate` (contiguous, else ValueError), which is h in the result."""
+    if not gate.is_contiguous():
+        raise ValueError(f"swiglu_: gate must be contiguous; its strides are {gate.stride()}")
+    return Swiglu(gate, *_swiglu_(gate, up, row_weight, keep_codes))
 
 
 def swiglu_backward(

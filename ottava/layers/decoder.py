@@ -32,8 +32,7 @@ class Block:
     def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
         first, second = self.input_layernorm, self.post_attention_layernorm
         x = summed(first, x)
-        attended = self.self_attn(first(x), *args, **kwargs)
-        h = summed(second, attended, x)
+        h = summed(second, self.self_attn(first(x), *args, **kwargs), x)
         return summed(self._reader(), self.mlp(second(h)), h)
 
     def _reader(self) -> nn.Module | None:
@@ -51,8 +50,7 @@ class TransformersBlock(Block):
             kwargs |= dict(zip(_names(self._ottava_plain_class), args, strict=False))
         first, second = self.input_layernorm, self.post_attention_layernorm
         x = summed(first, hidden_states)
-        attended, _ = self.self_attn(hidden_states=first(x), **kwargs)
-        h = summed(second, attended, x)
+        h = summed(second, self.self_attn(hidden_states=first(x), **kwargs)[0], x)
         return summed(self._reader(), self.mlp(second(h)), h)
 
 

@@ -19,6 +19,7 @@ from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
 from ..kernels.joined import join_transposed
 from ..numerics.recipe import Recipe
+from ..stretch import ends_after
 from .autocast import recipe_in_force
 from .how import flat, gated_grad_codes, joins
 from .linear import Linear
@@ -36,13 +37,16 @@ class GatedMLPFunction(torch.autograd.Function):
         ctx.hows, ctx.recompute, ctx.x_dtype = hows, recompute, x_MH.dtype
         how_gate, how_up, how_down = hows
         x_q = Quantized(rows, rows_scale, how_gate.recipe.input.granularity)
-        gate, up = how_gate.output(x_MH, x_q, w_gate), how_up.output(x_MH, x_q, w_up)
-        h, amax, *gate_up = swiglu_kernels.swiglu(gate, up)
-        del gate, up
-        gate_up = [None] * 4 if recompute else gate_up
         if kept is None:
             kept, kept_scale = rows, rows_scale
-        save(ctx, kept, kept_scale, *gate_up, parameters=(w_gate, w_up, w_down))
+        weights = (w_gate, w_up, w_down)
+        if not recompute and ends_after(ctx, 6):  # what follows is not asked for
+            save(ctx, kept, kept_scale, *_codes(x_MH, x_q, weights, hows), parameters=weights)
+        gate, up = how_gate.output(x_MH, x_q, w_gate), how_up.output(x_MH, x_q, w_up)
+        h, amax, *gate_up = swiglu_kernels.swiglu_(gate.contiguous(), up)
+        del gate, up
+        gate_up = [None] * 4 if recompute else gate_up
+        save(ctx, kept, kept_scale, *gate_up, parameters=weights)
         h_q = how_down.cast(0, h, "rows", amax) if how_down.recipe.output.fp8 else None
         return how_down.output(h, h_q, w_down)
 
@@ -113,15 +117,21 @@ def _backward_in_codes(hows, grad_MH, kept: Kept, gate_up, weights):
 
 def _again(kept: Kept, w_gate, w_up, hows):
     """gate and up in their kept form, from the kept input: the GEMMs of the forward again."""
-    how_gate, how_up, _ = hows
+    how_gate = hows[0]
     fp8 = how_gate.recipe.output.fp8
     if fp8 and not kept.is_cols:
         x, x_q = None, kept.q
     else:
         x = kept.values(how_gate.dtype)
         x_q = cast_kernels.quantize(x, how_gate.recipe.input) if fp8 else None
-    gate, up = how_gate.output(x, x_q, w_gate), how_up.output(x, x_q, w_up)
-    return swiglu_kernels.swiglu(gate, up)[2:]
+    return _codes(x, x_q, (w_gate, w_up), hows)
+
+
+def _codes(x, x_q, weights, hows):
+    """gate and up in their kept form, where h is not needed: one after the other."""
+    pairs = zip(hows[:2], weights[:2], strict=True)
+    each = [cast_kernels.quantize_int8(how.output(x, x_q, w)) for how, w in pairs]
+    return *each[0], *each[1]
 
 
 def _runs_plainly(m: nn.Module) -> bool:

@@ -117,7 +117,7 @@ def save(ctx, *tensors: torch.Tensor | None, parameters: tuple = ()) -> None:
     """Save `tensors`, then `parameters`, for backward. A split master is also held as it is: from a
     stretch that runs again, autograd gives back a bare copy of its codes, without scale or class."""
     if not torch.compiler.is_compiling():
-        end_with(ctx, (*tensors, *parameters))
+        end_with(ctx, tensors)
     ctx.masters = tuple(p if isinstance(p, SplitParameter) else None for p in parameters)
     ctx.save_for_backward(*tensors, *parameters)
 

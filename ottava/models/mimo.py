@@ -139,7 +139,7 @@ class MiMoModel(MiMoPreTrainedModel):
         past = 0 if cache is None else cache.get_seq_length()
         documents = _documents(documents, attention_mask)
         tables = self.rotary_tables(x.shape[1], past, position_ids, x.device)
-        states = [x]
+        states = [x] if output_hidden_states else []
         for layer in self.layers:
             x = layer(x, tables[layer.self_attn.rotary], documents, cache)
             if output_hidden_states:

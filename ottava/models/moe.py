@@ -58,6 +58,12 @@ class Router(nn.Module):
         self.tokens_per_expert: Tensor | None = None
         self.sequence_loss: Tensor | None = None
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Every weight this module ever has stays FP32 in the optimizer too."""
+        super().register_parameter(name, param)
+        if param is not None:
+            param._ottava_fp32 = True
+
     def __setstate__(self, state):
         """A copy's weight must stay FP32 in the optimizer too."""
         super().__setstate__(state)
@@ -73,6 +79,7 @@ class Router(nn.Module):
             return moved
 
         super()._apply(keep_fp32, recurse)
+        self.weight._ottava_fp32 = True  # a move may make another parameter
         if self.tokens_per_expert is not None:
             self.tokens_per_expert = self.tokens_per_expert.to(self.weight.device)
         return self
