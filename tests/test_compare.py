@@ -277,12 +277,12 @@ def test_a_peer_that_is_not_installed_or_another_version_is_named(monkeypatch):
     variant = peers.VARIANTS["torchao + Liger"]
     row = contest_module.measure_variant(variant, WORKLOADS["W1"])
     assert row["status"] == "not run" and row["reason"] == "torchao, liger-kernel not installed"
-    monkeypatch.setattr(peers, "_installed", lambda name: "0.9")
+    monkeypatch.setattr(peers, "version_of", lambda name: "0.9")
     assert variant.missing() == "" and "torchao 0.9 is installed" in variant.wrong_versions()[0]
 
 
 def test_a_dense_peer_is_not_run_on_experts(monkeypatch):
-    monkeypatch.setattr(peers, "_installed", lambda name: "2.20.2")
+    monkeypatch.setattr(peers, "version_of", lambda name: "2.20.2")
     row = contest_module.measure_variant(peers.VARIANTS["TE block"], WORKLOADS["base"])
     assert row["status"] == "not run" and "not a dense model" in row["reason"]
 

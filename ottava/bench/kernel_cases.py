@@ -6,8 +6,10 @@ that must cross memory once, or the FLOPs; whatever a kernel moves beyond that s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from ..kernels.swiglu_codes import swiglu_backward_amax, swiglu_backward_codes
 from ..numerics.recipe import Cast
 from ..optim.adamw import AdamW
 
-Tensors = dict[str, Tensor]
+Tensors = dict[str, Any]  # the inputs, and what a case makes of them once
 Size = tuple[int, ...]
 BF16 = torch.bfloat16
 TENSOR, ROW, GRAD = Cast(), Cast(granularity="row"), Cast(format="e5m2")
@@ -51,9 +53,7 @@ class Case:
 
 def _randn(generator: torch.Generator, *shape: int, dtype=BF16) -> Tensor:
     # Random numbers for large inputs are few and repeated: making them must not take minutes.
-    count = 1
-    for n in shape:
-        count *= n
+    count = math.prod(shape)
     few = torch.randn(min(count, 1 << 20), generator=generator)
     return few.repeat(-(-count // few.numel()))[:count].view(shape).to(dtype)
 
@@ -171,7 +171,10 @@ def _parts(size: Size, generator: torch.Generator) -> Tensors:
 
 
 def _joined(t: Tensors) -> tuple[Tensor, ...]:
-    parts, scales = [t[f"x{i}"] for i in range(3)], [list(t[k].split(1)) for k in ("amax", "weights")]
+    parts, scales = (
+        [t[f"x{i}"] for i in range(3)],
+        [list(t[k].split(1)) for k in ("amax", "weights")],
+    )
     rows, cols = quantize_joined(parts, *scales, GRAD)
     return rows.codes, *(q.codes for q in cols)
 
@@ -202,20 +205,15 @@ def _adamw_inputs(size: Size, generator: torch.Generator) -> Tensors:
             "grad": 1e-3 * _randn(generator, *size)}  # fmt: skip
 
 
-_made: dict[int, tuple[Tensor, AdamW]] = {}
-
-
 def _adamw(t: Tensors) -> tuple[Tensor, ...]:
     """One step; the optimizer of an input is built once, so that only the update is timed."""
-    key = id(t["weight"])
-    if key not in _made:
-        _made.clear()
-        p = torch.nn.Parameter(t["weight"].to(BF16))
+    if "p" not in t:
+        p = t["p"] = torch.nn.Parameter(t["weight"].to(BF16))
         p._ottava_cast = Cast(scale_kind="pow2")
-        _made[key] = (p, AdamW([p], master="split16", states="8bit"))
-    p, optimizer = _made[key]
+        t["optimizer"] = AdamW([p], master="split16", states="8bit")
+    p = t["p"]
     p.grad = t["grad"]
-    optimizer.step()
+    t["optimizer"].step()
     return p.detach(), p.residual
 
 
@@ -282,13 +280,7 @@ def _attention_flops(times: float, window: int | None = None) -> Callable[[Size]
 
 
 def _bytes(per_element: float) -> Callable[[Size], float]:
-    def count(size: Size) -> float:
-        elements = 1.0
-        for n in size:
-            elements *= n
-        return per_element * elements
-
-    return count
+    return lambda size: per_element * math.prod(size)
 
 
 _X, _W1_X, _W1_F = (67, 300), (16384, 2048), (16384, 8192)

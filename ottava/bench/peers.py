@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +20,7 @@ from ..models.load import load_model
 from ..models.presets import preset_config
 from ..recompute import decoder_layers
 from ..train.trainer import Trainer
+from .machine import version_of
 from .workloads import Workload
 
 LR = 1e-4
@@ -49,30 +49,18 @@ class Variant:
     preset: str = ""
     recompute: str = "none"
 
-    @property
-    def is_peer(self) -> bool:
-        """Whether this is another system, or plain PyTorch compiled."""
-        return not self.preset
-
     def missing(self) -> str:
         """Which package is not installed; empty when all are."""
-        absent = [name for name, _ in self.needs if _installed(name) is None]
+        absent = [name for name, _ in self.needs if version_of(name) is None]
         return f"{', '.join(absent)} not installed" if absent else ""
 
     def wrong_versions(self) -> list[str]:
         """A line for each package of another version than this was written for."""
         return [
-            f"{name} {_installed(name)} is installed; this was written for {wanted}"
+            f"{name} {version_of(name)} is installed; this was written for {wanted}"
             for name, wanted in self.needs
-            if _installed(name) not in (None, wanted)
+            if version_of(name) not in (None, wanted)
         ]
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return version(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def random_batches(
@@ -89,9 +77,7 @@ def random_batches(
 # ---- our presets: the product's own step ----
 
 
-def _ours(
-    preset: str, recompute: str = "none", compiled: bool = False, recipe: str = "preset"
-):
+def _ours(preset: str, recompute: str = "none", compiled: bool = False, recipe: str = "preset"):
     # The plain presets are PyTorch as one writes it: launched step by step, no CUDA graph.
     graph = "auto" if preset in ("fp8", "fp8-lean", "storage") else "off"
 
