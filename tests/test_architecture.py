@@ -1,4 +1,7 @@
-"""The import levels, counted from the source: a file imports only from lower levels or beside it."""
+"""The import levels, counted from the source: a file imports only from lower levels or beside it.
+
+Imports inside functions count, those for type checkers alone do not.
+"""
 
 import ast
 import pathlib
@@ -7,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1] / "ottava"
 LEVELS = {
-    "numerics": 0, "schema": 1, "kernels": 1, "lifetimes": 1, "presets": 1.5, "allocator": 1.5,
+    "numerics": 0, "schema": 1, "kernels": 1, "lifetimes": 1, "allocator": 1.5,
     "stretch": 1.5, "sections": 1.6, "config": 1.7,
     "layers": 2, "optim": 2, "models": 2, "recompute": 2.5, "amp": 3, "quantize": 3,
     "convert": 3, "prepare": 3.2, "rehearsal": 3.4, "memory": 3.6, "distributed": 4, "monitor": 4,
@@ -15,30 +18,58 @@ LEVELS = {
     "__init__": 9,
 }  # fmt: skip
 ONLY = {  # a library and the places that may import it
-    "triton": ("kernels/",),
+    "triton": ("kernels/op.py",),
     "transformer_engine": ("layers/te.py", "bench/peers"),
     "deepspeed": ("distributed/deepspeed.py",),
-    "transformers": ("models/", "layers/attention.py", "layers/hf_attention.py", "layers/head.py",
-                     "train/", "integrations/"),
+    "transformers": ("models/", "layers/attention.py", "train/", "integrations/"),
     "torchao": ("bench/peers",),
 }  # fmt: skip
+# What a strategy is, and the function that chooses one, stand in one file.
+LATE = {("distributed.strategy", "distributed.ddp"), ("distributed.strategy", "distributed.fsdp2")}
+# Models hold no 8-bit code; beside them lie the checkpoints that do.
+PLAIN = ("mimo", "blocks", "moe", "mtp", "attention_core", "config", "presets")
 FILES = sorted(ROOT.rglob("*.py"))
+
+
+def name_of(path: pathlib.Path) -> str:
+    """The module in a file, without the package's own name."""
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+MODULES = {name_of(path) for path in FILES}
+
+
+def imported(path: pathlib.Path):
+    """The dotted parts of every name that a file imports, from "ottava" on where it is our own."""
+    tree = ast.parse(path.read_text())
+    typing = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    package = ("ottava", *path.relative_to(ROOT).parts[:-1])
+    for node in ast.walk(tree):
+        if id(node) in typing:
+            continue
+        if isinstance(node, ast.ImportFrom):
+            base = list(package[: len(package) - node.level + 1]) if node.level else []
+            full = [*base, *(node.module.split(".") if node.module else [])]
+            yield from ([*full, a.name] for a in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (a.name.split(".") for a in node.names)
 
 
 def imports(path: pathlib.Path):
     """(level-1 package within ottava or an outside top-level name, is_inside) of every import."""
-    package = ("ottava", *path.relative_to(ROOT).parts[:-1])
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            base = list(package[: len(package) - node.level + 1]) if node.level else []
-            full = [*base, *(node.module.split(".") if node.module else [])]
-            names = [[*full, a.name] for a in node.names]
-        elif isinstance(node, ast.Import):
-            names = [a.name.split(".") for a in node.names]
-        else:
-            continue
-        for name in names:
-            yield (name[1], True) if name[0] == "ottava" and len(name) > 1 else (name[0], False)
+    for name in imported(path):
+        yield (name[1], True) if name[0] == "ottava" and len(name) > 1 else (name[0], False)
+
+
+def neighbours(path: pathlib.Path) -> set[str]:
+    """The modules of ours that a file imports."""
+    own = (".".join(n[1:]) for n in imported(path) if n[0] == "ottava")
+    return {n if n in MODULES else n.rpartition(".")[0] for n in own} & MODULES
 
 
 def level_of(path: pathlib.Path) -> tuple[str, int]:
@@ -51,10 +82,26 @@ def test_imports_point_downwards(path):
     part, level = level_of(path)
     for name, inside in imports(path):
         relative = str(path.relative_to(ROOT))
-        if inside and name in LEVELS:
+        if inside:
             assert LEVELS[name] < level or name == part, f"{relative} imports {name}"
         elif name in ONLY:
             assert relative.startswith(ONLY[name]), f"{relative} imports {name}"
+
+
+def test_no_file_imports_itself_through_others():
+    below = {name_of(p): neighbours(p) - {name_of(p)} for p in FILES}
+    for importer, late in LATE & {(a, b) for a in below for b in below[a]}:
+        below[importer].discard(late)
+    while leaves := [name for name, needs in below.items() if not needs & below.keys()]:
+        for name in leaves:
+            del below[name]
+    assert not below, {name: sorted(needs & below.keys()) for name, needs in below.items()}
+
+
+def test_models_hold_no_8_bit_code():
+    for stem in PLAIN:
+        own = neighbours(ROOT / "models" / f"{stem}.py")
+        assert not [n for n in own if n.startswith(("kernels.", "layers.", "numerics."))], stem
 
 
 def test_no_file_is_called_utils():
