@@ -121,6 +121,9 @@ class _Input:
         return x.detach().requires_grad_(self.requires_grad)
 
 
+_GONE = object()  # in place of an input that has done its work
+
+
 class _Stretch:
     """One call of a function, and how to make again what autograd saved in it."""
 
@@ -167,9 +170,16 @@ class _Stretch:
             return packed
         if packed not in self.made:
             self._run_again()
+            if not torch._C._autograd._get_current_graph_task_keep_graph():
+                self.input = _GONE  # no other backward can follow
         return self.made.pop(packed)
 
     def _run_again(self) -> None:
+        if self.input is _GONE:
+            raise RuntimeError(
+                "recompute: what the layer saved is asked for twice; a second backward needs "
+                "retain_graph=True in the first"
+            )
         self.made, self.run, self.told = {}, 0, 0
         args = self.args if self.input is None else (self.input.restored(), *self.args)
         random = nullcontext() if self.random is None else self.random.restored()

@@ -223,3 +223,27 @@ def test_a_run_learns_with_its_layers_recomputed(tmp_path):
     assert losses["layer"][0] == losses["none"][0]
     assert losses["layer"][-1] < losses["layer"][0]
     assert losses["layer"][-1] == pytest.approx(losses["none"][-1], abs=0.05)
+
+
+def test_an_input_goes_once_it_has_done_its_work():
+    module, x = Noisy().eval(), torch.randn(4, 128, requires_grad=True)
+    module.p, seen = 0.0, []
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, y):
+            ctx.save_for_backward(y)
+            return y.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(ctx.saved_tensors[0])
+            with pytest.raises(RuntimeError, match="asked for twice"):
+                _ = ctx.saved_tensors
+            return grad
+
+    def probed(h):
+        return Probe.apply(module(h))
+
+    run_stretch(probed, (x,), {}).sum().backward()
+    assert len(seen) == 1 and x.grad is not None
