@@ -8,7 +8,12 @@ import torch
 from ottava.kernels import swiglu_codes
 from ottava.kernels.cast import quantize, transpose
 from ottava.kernels.joined import ref_joined_scales
-from ottava.kernels.swiglu import ref_swiglu, ref_swiglu_backward, triton_swiglu_backward
+from ottava.kernels.swiglu import (
+    ref_swiglu,
+    ref_swiglu_backward,
+    triton_swiglu,
+    triton_swiglu_backward,
+)
 from ottava.numerics.formats import error_db
 from ottava.numerics.recipe import Cast
 
@@ -77,6 +82,32 @@ def test_codes_are_a_cast_of_the_plain_backward(kernels, shape, dtype, keep, dev
         assert torch.equal(want.scale, s_h) and same_codes(h_cols, transpose(want).codes)
 
 
+FORWARD = {
+    "reference": (swiglu_codes.ref_swiglu_codes, ref_swiglu),
+    "triton": (swiglu_codes.triton_swiglu_codes, triton_swiglu),
+}
+
+
+@pytest.mark.parametrize("run,plain", FORWARD.values(), ids=FORWARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_forward_codes_are_a_cast_of_the_plain_forward(run, plain, shape, dtype, device):
+    M, F = shape
+    both = torch.randn(M, 2 * F).to(dtype).to(device)
+    gate, up = both[:, :F], both[:, F:]  # strided rows
+    h, amax, *kept = plain(gate, up, None, True)
+    for cast in (INPUT, Cast(format="e5m2", scale_kind="pow2", margin=1)):
+        past, found = amax * 0.9, torch.full((1,), 1e-9, device=device)
+        args = past, found, cast.format, cast.scale_kind == "pow2", cast.margin
+        codes, scale, *same = run(gate, up, *args, True)
+        want = quantize(h, cast, amax=past)
+        assert torch.equal(scale, want.scale) and torch.equal(found, amax)
+        assert same_codes(codes, want.codes)
+        assert all(torch.equal(a, b) for a, b in zip(same, kept, strict=True))
+        bare = run(gate, up, past, None, *args[2:], False)
+        assert same_codes(bare[0], codes) and all(t.numel() == 0 for t in bare[2:])
+
+
 def test_both_implementations_agree(device):
     """Their exponentials differ in the last place, so that a code may be the next one."""
     grad, kept, weights = case(70, 300, torch.float32, device)
@@ -113,6 +144,9 @@ def test_a_scale_from_earlier_steps_saturates(kernels, device):
 
 def test_empty_refused_and_fakes(device):
     grad, kept, weights = case(0, 130, torch.float32, device)
+    for forward, _ in FORWARD.values():
+        one = torch.ones(1, device=device)
+        assert forward(grad, grad, one, None, "e4m3", False, 0, True)[0].shape == (0, 130)
     for amax, codes, _ in IMPLEMENTATIONS.values():
         amaxes = amax(grad, *kept)
         out = run(codes, grad, kept, list(amaxes.split(1)), weights)
@@ -127,13 +161,19 @@ def test_empty_refused_and_fakes(device):
     with pytest.raises(ValueError, match="to nearest only"):
         swiglu_codes.swiglu_backward_codes(grad, kept, tops, weights, GRAD, Cast(granularity="row"))
 
+    with pytest.raises(ValueError, match="to nearest only"):
+        swiglu_codes.swiglu_codes(grad, grad, tops[0], Cast(rounding="stochastic"))
+
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     casts = ("e5m2", False, 0, "e4m3", False, 0)
     real = swiglu_codes._backward_codes(grad, *kept, tops, weights, [], *casts)
+    real = [*real, *swiglu_codes._codes(grad, grad, tops[0], None, "e4m3", False, 0, True)]
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in (grad, *kept, *tops, *weights)]
+        more = swiglu_codes._codes(fake[0], fake[0], fake[5], None, "e4m3", False, 0, True)
         fake = swiglu_codes._backward_codes(*fake[:5], fake[5:8], fake[8:], [], *casts)
+        fake = [*fake, *more]
     assert [(t.shape, t.dtype, t.stride()) for t in real] == [
         (t.shape, t.dtype, t.stride()) for t in fake
     ]

@@ -1,6 +1,7 @@
-"""The gated activation's backward straight to the codes that the GEMMs after it read.
+"""The gated activation straight to the codes that the GEMMs after it read, both ways.
 
-`swiglu_backward` writes two gradients and h in BF16, only to be read and cast. Here they never
+Forward, where h's scale is known before h (delayed scaling): h's codes, and gate and up as kept.
+Backward: `swiglu_backward` writes two gradients and h in BF16, only to be read and cast. Here they never
 exist: with their amaxes known (delayed scaling, or `swiglu_backward_amax`, a pass that writes
 nothing), one pass gives the codes of both gradients side by side in both orders, and h's transposed
 ones for down_proj's weight gradient. Every value is rounded to the dtype of grad_h first, so codes
@@ -26,7 +27,14 @@ from .joined import joined_scale, ref_joined_scales
 from .norm import raise_amax
 from .op import operator, tl, triton
 from .scale import tiles
-from .swiglu import ref_swiglu_backward, top_magnitude
+from .swiglu import (
+    inner_contiguous,
+    keep_int8,
+    ref_swiglu,
+    ref_swiglu_backward,
+    tile_of,
+    top_magnitude,
+)
 
 
 class SwigluCodes(NamedTuple):
@@ -40,6 +48,14 @@ class SwigluCodes(NamedTuple):
 
 
 # ---- reference: the specification and the CPU path ----
+
+
+def ref_swiglu_codes(gate, up, past, amax_out, format, pow2, margin, keep_codes):
+    h, found, *kept = ref_swiglu(gate, up, None, keep_codes)
+    if amax_out is not None:
+        torch.maximum(amax_out, found, out=amax_out)
+    scale = ref_scale_from_amax(past, format, pow2, margin)
+    return [ref_encode(h.float() * (1.0 / scale), format), scale, *kept]
 
 
 def ref_swiglu_backward_amax(grad_h, gate, gate_scale, up, up_scale) -> torch.Tensor:
@@ -71,6 +87,29 @@ def ref_swiglu_backward_codes(
 
 
 # ---- Triton ----
+
+
+@triton.jit
+def _forward_kernel(
+    gate, up, past, amax, codes, scale, gate_codes, gate_scale, up_codes, up_scale, M, F,
+    gate_stride, up_stride, E4M3: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
+    HARDWARE: tl.constexpr, KEEP: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """As `_swiglu_kernel`, with h's codes under the scale of `past` in place of h."""
+    seen = tl.load(amax)
+    s = scale_of(tl.load(past), E4M3, POW2, MARGIN)
+    tl.store(scale, s, mask=tl.program_id(0) == 0)
+    number, m, k, inside = tile_of(M, F, ROWS, GROUP)
+    wide_m = m.to(tl.int64)[:, None]
+    at = wide_m * F + k
+    g = tl.load(gate + wide_m * gate_stride + k, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + wide_m * up_stride + k, mask=inside, other=0.0).to(tl.float32)
+    h = (g * tl.sigmoid(g) * u).to(gate.dtype.element_ty)
+    raise_amax(amax, seen, top_magnitude(h))
+    tl.store(codes + at, encode(h.to(tl.float32) * tl.div_rn(1.0, s), E4M3, HARDWARE), mask=inside)
+    if KEEP:
+        keep_int8(g, gate_codes + at, gate_scale + number, inside, m < M)
+        keep_int8(u, up_codes + at, up_scale + number, inside, m < M)
 
 
 @triton.jit
@@ -180,6 +219,21 @@ _ROWS = 32  # rows of a tile: 16 elements a thread with 8 warps
 _REGISTERS = 80  # a thread, for the codes: three such tiles on an SM, at the price of a few spills
 
 
+def triton_swiglu_codes(gate, up, past, amax_out, format, pow2, margin, keep_codes):
+    M, F = gate.shape
+    if not gate.numel():
+        return ref_swiglu_codes(gate, up, past, amax_out, format, pow2, margin, keep_codes)
+    gate, up = inner_contiguous(gate), inner_contiguous(up)
+    codes, scale, *kept = _fake_forward(gate, up, past, amax_out, format, pow2, margin, keep_codes)
+    amax = torch.zeros(1, dtype=torch.float32, device=gate.device) if amax_out is None else amax_out
+    _forward_kernel[(triton.cdiv(M * triton.cdiv(F, BLOCK), _ROWS),)](
+        gate, up, past.view(torch.int32), amax.view(torch.int32), codes.view(torch.uint8), scale,
+        *kept, M, F, gate.stride(0), up.stride(0), E4M3=format == "e4m3", POW2=pow2, MARGIN=margin,
+        HARDWARE=converts_fp8(gate.device), KEEP=keep_codes, ROWS=_ROWS, GROUP=BLOCK, num_warps=8,
+    )  # fmt: skip
+    return [codes, scale, *kept]
+
+
 def triton_swiglu_backward_amax(grad_h, gate, gate_scale, up, up_scale) -> torch.Tensor:
     amax = torch.zeros(3, dtype=torch.float32, device=grad_h.device)
     if grad_h.numel():
@@ -221,6 +275,20 @@ def triton_swiglu_backward_codes(
 # ---- operators ----
 
 
+def _fake_forward(gate, up, past, amax_out, format, pow2, margin, keep_codes):
+    rows, cols = gate.shape
+    out = [
+        torch.empty(rows, cols, dtype=FORMATS[format].dtype, device=gate.device),
+        torch.empty(1, dtype=torch.float32, device=gate.device),
+    ]
+    for _ in range(2):
+        shapes = ((rows, cols), (rows, -(-cols // BLOCK))) if keep_codes else ((0,), (0,))
+        kinds = (torch.int8, torch.bfloat16) if keep_codes else (gate.dtype, gate.dtype)
+        pairs = zip(shapes, kinds, strict=True)
+        out += [torch.empty(shape, dtype=kind, device=gate.device) for shape, kind in pairs]
+    return out
+
+
 def _fake_codes(
     grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
     grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
@@ -235,6 +303,13 @@ def _fake_codes(
     ]
 
 
+_codes = operator(
+    "swiglu_codes(Tensor gate, Tensor up, Tensor past, Tensor(a!)? amax_out, str format, bool pow2, "
+    "int margin, bool keep_codes) -> Tensor[]",
+    reference=ref_swiglu_codes,
+    fake=_fake_forward,
+    cuda=triton_swiglu_codes,
+)
 _KEPT = "Tensor grad_h, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale"
 _backward_amax = operator(
     f"swiglu_backward_amax({_KEPT}) -> Tensor",
@@ -250,6 +325,32 @@ _backward_codes = operator(
     fake=_fake_codes,
     cuda=triton_swiglu_backward_codes,
 )
+
+
+def swiglu_codes(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    past: torch.Tensor,
+    cast: Cast,
+    *,
+    amax_out: torch.Tensor | None = None,
+    keep_codes: bool = True,
+) -> tuple[Quantized, list[torch.Tensor]]:
+    """(codes of h = silu(gate_MF) * up_MF, the four tensors of gate and up as `swiglu` keeps them).
+
+    past: fp32 (1,), the amax that sets the scale. amax_out: fp32 (1,), raised to the amax of h.
+    cast per tensor and to nearest; ValueError otherwise.
+    """
+    _check(cast)
+    codes, scale, *kept = _codes(
+        gate, up, past, amax_out, cast.format, cast.scale_kind == "pow2", cast.margin, keep_codes
+    )
+    return Quantized(codes, scale, "tensor"), kept
+
+
+def _check(cast: Cast) -> None:
+    if cast.granularity != "tensor" or cast.rounding != "nearest":
+        raise ValueError(f"swiglu in codes: per tensor and to nearest only: {cast}")
 
 
 def swiglu_backward_amax(grad_h, gate_codes, gate_scale, up_codes, up_scale) -> list[torch.Tensor]:
@@ -273,9 +374,8 @@ def swiglu_backward_codes(
     grad_up and h, which set the scales. amax_out: fp32 (1,) two, raised to the two gradients' amaxes.
     Casts per tensor and to nearest; ValueError otherwise.
     """
-    for cast in (grad_cast, h_cast):
-        if cast.granularity != "tensor" or cast.rounding != "nearest":
-            raise ValueError(f"swiglu_backward_codes: per tensor and to nearest only: {cast}")
+    _check(grad_cast)
+    _check(h_cast)
     rows, cols, h_cols, s_gate, s_up, s_h = _backward_codes(
         grad_h, *kept, amaxes, weight_scales, list(amax_out),
         grad_cast.format, grad_cast.scale_kind == "pow2", grad_cast.margin,

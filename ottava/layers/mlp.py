@@ -18,6 +18,7 @@ from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
 from ..kernels.joined import join_transposed
+from ..kernels.swiglu_codes import swiglu_codes
 from ..numerics.recipe import Recipe
 from ..stretch import ends_after
 from .autocast import recipe_in_force
@@ -43,11 +44,17 @@ class GatedMLPFunction(torch.autograd.Function):
         if not recompute and ends_after(ctx, 6):  # what follows is not asked for
             save(ctx, kept, kept_scale, *_codes(x_MH, x_q, weights, hows), parameters=weights)
         gate, up = how_gate.output(x_MH, x_q, w_gate), how_up.output(x_MH, x_q, w_up)
-        h, amax, *gate_up = swiglu_kernels.swiglu_(gate.contiguous(), up)
+        h = h_q = None
+        if how_down.knows_input() and joins(how_down.recipe):  # delayed: h is never but codes
+            known, cast = how_down.input_known(x_MH), how_down.recipe.input
+            h_q, gate_up = swiglu_codes(gate, up, cast=cast, keep_codes=not recompute, **known)
+        else:
+            h, amax, *gate_up = swiglu_kernels.swiglu_(gate.contiguous(), up)
         del gate, up
         gate_up = [None] * 4 if recompute else gate_up
         save(ctx, kept, kept_scale, *gate_up, parameters=weights)
-        h_q = how_down.cast(0, h, "rows", amax) if how_down.recipe.output.fp8 else None
+        if h_q is None and how_down.recipe.output.fp8:
+            h_q = how_down.cast(0, h, "rows", amax)
         return how_down.output(h, h_q, w_down)
 
     @staticmethod
