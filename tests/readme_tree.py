@@ -8,7 +8,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 _FOLDERS = {
     "numerics": "what a number format, a recipe, a plan is", "kernels": "contract, reference, Triton, dispatch",
     "layers": "modules that compute and keep in 8 bits", "optim": "AdamW on split masters, scaling, EMA",
-    "models": "plain PyTorch, no FP8 inside", "distributed": "how ranks work together",
+    "models": "plain PyTorch, no FP8 inside; FP8 checkpoints", "distributed": "how ranks work together",
     "monitor": "what a run says of itself", "train": "data, checkpoints, the loop",
     "integrations": "inside other libraries", "bench": "comparisons and reports",
 }  # fmt: skip

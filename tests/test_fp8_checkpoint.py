@@ -3,6 +3,7 @@
 The files come from released_files.py, which knows the format and none of our code.
 """
 
+import itertools
 import json
 import math
 import shutil
@@ -311,6 +312,8 @@ def test_split_masters_come_straight_from_the_files_and_go_back_bit_for_bit(
         ottava.load_fp8(folder, model, "released", master=master)
     bits = {"split16": 8, "split24": 16}[master]
     splits = {n: p for n, p in model.named_parameters() if isinstance(p, SplitParameter)}
+    streams = {n: vars(p).get("_ottava_stream") for n, p in marked(folder).named_parameters()}
+    assert {n: vars(p).get("_ottava_stream") for n, p in model.named_parameters()} == streams
     assert set(splits) == {
         n for n in files.truth
         if n.endswith(("qkv_proj.weight", "gate_proj.weight", "up_proj.weight", "down_proj.weight",
@@ -527,6 +530,9 @@ def test_tensors_are_read_once_and_two_shards_are_never_held(tmp_path, monkeypat
     assert sorted(reads) == sorted(files.tensors)
     largest = max(p.stat().st_size for p in folder.glob("*.safetensors"))
     assert 0 < peak[0] <= 2 * largest
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    order = [index[n] for n in reads if "scale" not in n]
+    assert sum(a != b for a, b in itertools.pairwise(order)) < 20  # file after file
 
 
 # ---- bad files ------------------------------------------------------------------------------
@@ -619,9 +625,10 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("case", SPOILT)
-def test_a_spoilt_folder_is_named(released, case):
+def test_a_spoilt_folder_is_named_before_a_weight_is_read(released, monkeypatch, case):
     _, folder = released
     model = empty(folder)
+    monkeypatch.setattr(Shards, "read", None)
     spoil, says = SPOILT[case]
     spoil(folder)
     with pytest.raises(ValueError, match=says) as error:
