@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -30,7 +29,7 @@ from .layers.norm import LayerNorm, RMSNorm
 from .layers.weights import mark, unmark, weight_values
 from .numerics.policy import Plan, Policy, Row, get_policy
 from .numerics.recipe import Recipe, get_recipe
-from .numerics.resolve import original_class, resolve
+from .numerics.resolve import BEFORE, original_class, resolve
 
 _CLASSES = {
     "linear": Linear,
@@ -122,7 +121,7 @@ def convert(
                 f"convert: {row.name} is {tuple(weight.shape)} here and {row.shape} in the plan; "
                 "convert before sharding, with the plan made from this model"
             )
-    plan = _with_what_is_there(plan, modules)
+    _warn_of_earlier(plan)
     for number, row in enumerate(plan.rows):
         _apply(modules[row.name], row, plan, number, activations)
     link_blocks(modules)
@@ -136,26 +135,20 @@ def convert(
 _plan = plan
 
 
-def _with_what_is_there(plan: Plan, modules: dict[str, nn.Module]) -> Plan:
-    """The plan with what an earlier conversion made of the modules that this one only keeps: no
-    conversion undoes another. Says so, since "keep" did not keep those in high precision."""
-    before = {
-        r.name: replace(r, recipe=modules[r.name].recipe, reason="", kept="as converted before")
-        for r in plan.rows
-        if r.reason.startswith("kept by") and getattr(modules[r.name], "recipe", None) is not None
-    }
+def _warn_of_earlier(plan: Plan) -> None:
+    """No conversion undoes another; where this one was to keep what another converted, say so."""
+    before = [r.name for r in plan.rows if r.kept.endswith(BEFORE)]
     if before:
         warnings.warn(
-            f"convert: {next(iter(before))} and {len(before) - 1} more that this plan keeps are in "
-            "8 bits already and stay so; ottava.revert(model) first to keep them in high precision",
+            f"convert: {before[0]} and {len(before) - 1} more that this plan keeps are in 8 bits "
+            "already and stay so; ottava.revert(model) first to keep them in high precision",
             stacklevel=3,
         )
-    return replace(plan, rows=tuple(before.get(r.name, r) for r in plan.rows))
 
 
 def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) -> None:
     if row.reason.startswith("kept by"):
-        return None if "_ottava_class" in module.__dict__ else _tag_parameters(module, row, number)
+        return _tag_parameters(module, row, number)
     if row.kind == "causal_lm":
         return _swap_causal_lm(module)
     if row.kind == "block":

@@ -19,7 +19,7 @@ from torch import nn
 
 from .mixed import mixed_class
 from .norm import summed
-from .waiting import region
+from .waiting import may_wait, region
 
 
 class Block:
@@ -38,6 +38,8 @@ class Block:
     def _reader(self) -> nn.Module | None:
         """The norm of the next layer, where that layer can use what is made here: a stretch that
         runs again in backward makes everything itself."""
+        if not may_wait():
+            return None
         again = getattr(self, "gradient_checkpointing", False) and self.training
         return None if again or region() is not None else self.next_norm
 

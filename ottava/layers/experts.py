@@ -29,7 +29,15 @@ from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe
 from .autocast import HIGH, recipe_in_force
 from .saved import clock, save, saved
-from .weights import Stored, compute_dtype, grad_dtype_of, weight_values, wide_dtype
+from .weights import (
+    Stored,
+    compute_dtype,
+    grad_dtype_of,
+    traceable,
+    untraced,
+    weight_values,
+    wide_dtype,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +330,8 @@ class Experts(Stored, nn.Module):
 
     def forward(self, x_Th: Tensor, topk_index: Tensor, topk_weight: Tensor) -> Tensor:
         """[T, H] in the compute dtype from tokens, their experts' numbers and weights [T, k]."""
+        if not traceable(self.gate_up_proj, self.down_proj):
+            return untraced(self.forward, x_Th, topk_index, topk_weight)
         recipe = recipe_in_force(self.recipe)
         if recipe is HIGH and not isinstance(self.gate_up_proj, SplitParameter):
             return self._ottava_class.forward(self, x_Th, topk_index, topk_weight)

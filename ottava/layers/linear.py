@@ -27,7 +27,7 @@ from .autocast import HIGH, recipe_in_force
 from .how import How, flat, joined_grad_codes, joins
 from .saved import AmaxHistory, codes_of, noted_amax, save, saved
 from .waiting import leave, may_wait, take, whole
-from .weights import Stored, compute_dtype, grad_dtype_of, weight_rows
+from .weights import Stored, compute_dtype, grad_dtype_of, traceable, untraced, weight_rows
 
 
 class LinearFunction(torch.autograd.Function):
@@ -134,6 +134,8 @@ class Linear(Stored, nn.Linear):
         self.recipe = get_recipe(recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not traceable(self.weight):
+            return untraced(self.forward, x)
         recipe = recipe_in_force(self.recipe)
         if recipe is HIGH and not isinstance(self.weight, SplitParameter):
             return _plain(x, self.weight, self.bias)

@@ -25,7 +25,7 @@ from .autocast import recipe_in_force
 from .how import flat, gated_grad_codes, joins
 from .linear import Linear
 from .saved import Kept, codes_of, noted_amax, save, saved
-from .weights import weight_rows
+from .weights import traceable, untraced, weight_rows
 
 
 class GatedMLPFunction(torch.autograd.Function):
@@ -162,6 +162,8 @@ class GatedMLP(nn.Module):
         recipe = recipe_in_force(self.recipe)
         if not recipe.keeps_codes or not all(_runs_plainly(m) for m in three):
             return self.down_proj(nnF.silu(self.gate_proj(x)) * self.up_proj(x))
+        if not traceable(*(m.weight for m in three)):
+            return untraced(self.forward, x)
         hows = tuple(m.how(recipe, x) for m in three)
         rows, kept = codes_of(x, recipe.input, hows[0])
         y = GatedMLPFunction.apply(

@@ -65,6 +65,19 @@ def wide_dtype(weight: torch.Tensor) -> torch.dtype:
     return torch.float32 if isinstance(weight, SplitParameter) else weight.dtype
 
 
+def traceable(*weights: torch.Tensor) -> bool:
+    """Whether torch.compile may trace what reads `weights`. It gives a parameter's gradient the
+    parameter's dtype, so the gradients of codes would be rounded to E4M3."""
+    compiling = torch.compiler.is_compiling()
+    return not (compiling and any(w.dtype is torch.float8_e4m3fn for w in weights))
+
+
+@torch.compiler.disable
+def untraced(forward, *args):
+    """forward(*args), between two graphs."""
+    return forward(*args)
+
+
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
     """The dtype of the high-precision parts: autocast's where it is on, else the input's."""
     if x.is_meta:  # knows no autocast

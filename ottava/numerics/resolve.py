@@ -32,6 +32,7 @@ _RMS_CLASSES = {"torch.nn.modules.normalization.RMSNorm"} | {
     }.items()
 }
 _MODELS, _LAYERS = "ottava.models.", "ottava.layers."
+BEFORE = "; converted before"  # in `Row.kept`, of what an earlier conversion made
 # Fused 3-D experts whose forward is down(silu(gate) * up) per expert, without bias.
 _EXPERTS = {
     f"transformers.models.{m}.modeling_{m}.{c}Experts"
@@ -180,6 +181,9 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
     row = Row(name=name, kind=kind, shape=shape, recipe=None, params=params, flops=flops)
     glob = next((g for g in policy.keep if fnmatch.fnmatchcase(name, g)), None)
     if glob is not None:
+        recipe = module.__dict__.get("recipe") if "_ottava_class" in module.__dict__ else None
+        if recipe is not None:  # no conversion undoes another
+            return replace(row, recipe=recipe, kept=_kept(recipe) + BEFORE)
         return replace(row, reason=f"kept by {glob!r}")
     if kind in ("embedding", "router"):
         return replace(row, reason=f"{kind}: high by policy {policy.name!r}")
