@@ -17,8 +17,12 @@ BLOCKS = {
     s.splitlines()[0]: "\n".join(re.findall(r"^```python\n(.*?)^```", s, re.M | re.S))
     for s in SECTIONS
 }
-NEEDS = {"Hugging Face Trainer": "accelerate", "accelerate": "accelerate",
-         "PEFT: LoRA and DoRA on an FP8 base": "peft"}  # fmt: skip
+NEEDS = {
+    "Hugging Face Trainer": "accelerate",
+    "accelerate": "accelerate",
+    "Lightning": "pytorch_lightning",
+    "PEFT: LoRA and DoRA on an FP8 base": "peft",
+}
 
 
 def surroundings(folder):
@@ -51,7 +55,7 @@ def test_blocks_run_as_written(section, tmp_path, monkeypatch, capsys):
 
 
 def test_every_section_has_a_block_and_the_rule_holds():
-    assert len(BLOCKS) == 6 and all(BLOCKS.values())
+    assert len(BLOCKS) == 7 and all(BLOCKS.values())
     for section, code in BLOCKS.items():
         if "ottava.AdamW" in code:
             assert code.index("ottava.convert") < code.index("ottava.AdamW"), section

@@ -88,14 +88,15 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 
 class Stored:
     """Mixed in before a module with weights. In state dicts split masters are plain FP32 values:
-    model checkpoints hold no scales and no residuals. What `mark` says of the parameters is said
+    model checkpoints hold no scales and no residuals. They lie on the CPU: FP32 copies of all
+    weights would not fit beside the run. What `mark` says of the parameters is said
     again of those that take their place (a copy, a materialised or an assigned one)."""
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         for name, parameter in self.named_parameters(recurse=False):
             if isinstance(parameter, SplitParameter) and prefix + name in destination:
-                destination[prefix + name] = parameter.dequantize(torch.float32)
+                destination[prefix + name] = parameter.dequantize(torch.float32).cpu()
 
     def __setstate__(self, state):
         super().__setstate__(state)
