@@ -369,6 +369,25 @@ def test_masters_that_an_optimizer_holds_are_written_in_place(released):
     }
 
 
+@pytest.mark.parametrize(("master", "smallest"), [("split16", 2.0**-7), ("split24", 2.0**-15)])
+def test_every_code_survives_a_split_master_down_to_the_stated_scale(tmp_path, master, smallest):
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    codes = torch.cat((every, every[:2]))[:, None].view(torch.uint8).expand(256, 128)
+    codes = codes.contiguous().view(torch.float8_e4m3fn)
+    for factor in (1.0, 1.1, 1.9):  # the scale per tensor is the next power of two
+        grid = torch.tensor([[1.0], [smallest]]) * factor
+        save_file({"weight": codes, "weight_scale_inv": grid}, tmp_path / "model.safetensors")
+        with torch.device("meta"):
+            model = nn.Linear(128, 256, bias=False)
+        ottava.load_fp8(tmp_path, ottava.convert(model), master=master)
+        assert not model._ottava_fp8.inexact
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        ottava.save_fp8(model, tmp_path / "out")
+        out = read_all(tmp_path / "out")
+        assert same(out["weight"], codes) and same(out["weight_scale_inv"], grid)
+
+
 def test_blocks_too_far_apart_for_one_scale_are_named(tmp_path):
     codes = torch.full((256, 128), 3.0).to(torch.float8_e4m3fn)
     codes[:, 1] = 448
