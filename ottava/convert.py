@@ -28,6 +28,7 @@ from .layers.mlp import GatedMLP
 from .layers.norm import LayerNorm, RMSNorm
 from .layers.weights import mark, unmark, weight_values
 from .numerics.policy import Plan, Policy, Row, get_policy
+from .numerics.preset import RECOMPUTES
 from .numerics.recipe import Recipe, get_recipe
 from .numerics.resolve import BEFORE, original_class, resolve
 
@@ -56,14 +57,14 @@ def plan(
     """The plan for `model`: a row per module, with a recipe, or the reason why it stays high.
 
     keep: globs over module names ("*lm_head") that stay in high precision, added to the policy's.
-    recompute: "none", "mlp" or "layer". device: where it will run (default: where it is), which
-    decides only whether FP8 GEMMs are real or emulated.
+    recompute: "none", "mlp", or "layer", which a run applies (recompute.py) and `convert` only notes.
+    device: where it will run (default: where it is); decides whether FP8 GEMMs are real or emulated.
     Raises ValueError for unknown names, and when FP8 was asked for and nothing is eligible.
     """
     if isinstance(keep, str):
         raise ValueError(f"keep: give a list of globs, not the string {keep!r}")
-    if recompute not in ("none", "mlp", "layer"):
-        raise ValueError(f"recompute: {recompute!r} is not one of none, mlp, layer")
+    if recompute not in RECOMPUTES:
+        raise ValueError(f"recompute: {recompute!r} is not one of {', '.join(RECOMPUTES)}")
     chosen = get_policy(
         policy, recipe=get_recipe(recipe), keep=tuple(keep), first_last_high=first_last_high
     )

@@ -32,12 +32,6 @@ from .optim.clip import fast_norm
 from .optim.ema import EMA
 from .recompute import wrap_recompute
 
-_AUTOCAST = {
-    "autocast-bf16": torch.bfloat16,
-    "autocast-fp16": torch.float16,
-    "fp8": torch.bfloat16,
-    "storage": torch.bfloat16,
-}
 # Measured: cuBLAS keeps a workspace for each thread that multiplies (forward's and backward's).
 CUBLAS_WORKSPACE = 2 * (32 << 20)
 BLOCK = 128  # rows that attention kernels pad their FP32 buffers to
@@ -264,5 +258,5 @@ class Rehearsal:
         return {**inputs, "use_cache": False}
 
     def _precision(self) -> torch.autocast:
-        dtype = _AUTOCAST.get(self.settings.compute)
+        dtype = self.settings.autocast_dtype
         return torch.autocast("cpu", dtype=dtype or torch.bfloat16, enabled=dtype is not None)

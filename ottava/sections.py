@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from .numerics.preset import PRESETS
+from .numerics.policy import POLICIES
+from .numerics.preset import MASTERS, PRESETS, RECOMPUTES, STATES
 from .numerics.recipe import RECIPES
 from .schema import key
 
@@ -55,7 +56,7 @@ class Train:
     micro_batch: int = key(8, "Sequences in one forward.", low=1)
     accumulate: int = key(1, "Forwards in one optimizer step.", low=1)
     recompute: str = key("none", "What is computed again in backward instead of kept.",
-                         choices=("none", "mlp", "layer"))  # fmt: skip
+                         choices=RECOMPUTES)  # fmt: skip
     eval_every: int = key(0, "Evaluate every so many steps; 0: only at the end.", low=0)
     eval_batches: int = key(8, "Micro-batches in one evaluation; 0: no evaluation.", low=0)
     checkpoint_every: int = key(0, "Save every so many steps; 0: only at the end.", low=0)
@@ -76,9 +77,9 @@ class Optimizer:
     weight_decay: float = key(0.1, "Decoupled weight decay, on matrices only.", low=0.0)
     clip_norm: float = key(0.0, "Largest global gradient norm; 0: no clipping.", low=0.0)
     master: str = key("preset", "What the weights are kept in.",
-                      choices=("preset", "fp32", "bf16", "split16", "split24"))  # fmt: skip
+                      choices=("preset", *MASTERS))  # fmt: skip
     states: str = key("preset", "What the moments are kept in.",
-                      choices=("preset", "fp32", "bf16", "8bit"))  # fmt: skip
+                      choices=("preset", *STATES))  # fmt: skip
     grads: str = key("preset", "What gradients are kept in.", choices=("preset", "fp32", "bf16"))
     fused: str = key("preset", "Step inside backward and keep no gradients.",
                      choices=("preset", "on", "off"))  # fmt: skip
@@ -94,7 +95,7 @@ class Precision:
 
     recipe: str = key("preset", "How FP8 linears scale.", choices=("preset", *RECIPES))
     policy: str = key("default", "Which modules stay in high precision.",
-                      choices=("default", "mimo"))  # fmt: skip
+                      choices=tuple(POLICIES))  # fmt: skip
     keep: tuple[str, ...] = key((), "Globs of module names that stay in high precision.")
     start_fp8_at: float = key(
         0.0, "Share of the steps run in BF16 before FP8 starts.", low=0.0, below=1.0

@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 from ottava.kernels.split import SplitParameter
+from ottava.numerics.preset import MASTERS as MASTERS
+from ottava.numerics.preset import STATES as STATES
 from ottava.numerics.recipe import Cast
 
 POW2 = Cast(scale_kind="pow2")
-MASTERS = ("fp32", "bf16", "split16", "split24")
-STATES = ("fp32", "bf16", "8bit")
 
 
 def parameter(w, gemm=True, dtype=torch.float32):

@@ -20,7 +20,6 @@ import torch
 
 from .op import tl, triton
 
-STATES = ("fp32", "bf16", "8bit")
 GROUP = 128
 M_MAX = 448.0
 BROKEN = -32768  # lo of a group with a non-finite v

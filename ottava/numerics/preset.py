@@ -5,6 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
+import torch
+
+MASTERS = ("fp32", "bf16", "split16", "split24")
+STATES = ("fp32", "bf16", "8bit")
+RECOMPUTES = ("none", "mlp", "layer")
+_AUTOCAST = {
+    "autocast-bf16": torch.bfloat16,
+    "autocast-fp16": torch.float16,
+    "fp8": torch.bfloat16,
+    "storage": torch.bfloat16,
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
@@ -18,11 +30,16 @@ class Preset:
     compute: str  # "fp32" | "autocast-bf16" | "autocast-fp16" | "bf16" | "fp8" | "storage"
     recipe: str | None  # how linears compute and what they keep; None: plain PyTorch
     param_dtype: str  # "fp32" | "bf16": what the model is built in
-    master: str  # "fp32" | "bf16" | "split16" | "split24"
+    master: str  # one of MASTERS
     grad_dtype: str  # "fp32" | "bf16"
-    states: str  # "fp32" | "bf16" | "8bit"
+    states: str  # one of STATES
     fused: bool
     chunked_loss: bool
+
+    @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """What torch's autocast computes in; None where it is off."""
+        return _AUTOCAST.get(self.compute)
 
 
 _ROWS: tuple[tuple[Any, ...], ...] = (  # in the order of Preset's fields

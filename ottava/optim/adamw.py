@@ -26,13 +26,13 @@ from typing import Any
 import torch
 
 from ..kernels.adamw import adamw_step
-from ..kernels.moments import STATES, init_moments
+from ..kernels.moments import init_moments
 from ..kernels.random import make_key
 from ..kernels.split import Split, SplitParameter, adopt_split, split_parameter
+from ..numerics.preset import MASTERS, STATES
 from ..numerics.recipe import Cast
 from .clock import DeviceClock
 
-MASTERS = ("fp32", "bf16", "split16", "split24")
 SMALL = 4096
 SMALL_VECTOR = 1 << 18
 _SPLIT_KEYS = ("codes", "residual", "scale", "amax")
@@ -49,10 +49,7 @@ def is_small(p: torch.Tensor) -> bool:
 
 def splits_codes(cast: Cast | None) -> bool:
     """Whether a weight with this cast can be its own codes: e4m3, one power-of-two scale."""
-    return isinstance(cast, Cast) and (
-        (cast.format, cast.granularity, cast.scale_kind) == ("e4m3", "tensor", "pow2")
-        and (cast.scaling, cast.rounding) == ("current", "nearest")
-    )
+    return isinstance(cast, Cast) and cast.splits
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
