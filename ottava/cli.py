@@ -1,4 +1,4 @@
-"""The command line: `ottava doctor | plan | compare | train | report | diagnose | export`.
+"""The command line: `ottava doctor | plan | compare | sweep | train | report | diagnose | export`.
 
 Exit codes: 0 done, 1 the run failed, 2 the request was wrong; 130 after Ctrl-C, 143 after SIGTERM.
 An error is one line on stderr (`ottava --debug ...` adds the traceback). With --json the result is
@@ -10,25 +10,19 @@ answer at once.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
+
+from .terminal import DONE, FAILED, REFUSED, Refused, err, out, print_json, request, say
 
 if TYPE_CHECKING:
     from .config import Run
     from .numerics.policy import Plan
-
-DONE, FAILED, REFUSED = 0, 1, 2
 
 app = typer.Typer(
     name="ottava",
@@ -38,34 +32,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-out = Console(highlight=False, markup=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
-
 _RUN_FILE = typer.Argument(help="A run file (TOML), such as runs/demo.toml.")
 RunFile = Annotated[Path, _RUN_FILE]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="section.key=value ...: change keys of the run file.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
-
-
-class _Refused(Exception):
-    """The request was wrong; the cause says why."""
-
-
-@contextmanager
-def _request() -> Iterator[None]:
-    """What goes wrong inside is the request's fault (exit code 2), not the run's."""
-    from .train.checkpoint import CheckpointError
-
-    try:
-        yield
-    except (ValueError, OSError, CheckpointError) as error:
-        raise _Refused from error
-    except ImportError as error:  # an optional package; a fault in our own modules is not
-        if (error.name or "").startswith("ottava"):
-            raise
-        raise _Refused from error
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -75,8 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # read when it is imported
     try:
         code = app([a for a in arguments if a != "--debug"], "ottava", standalone_mode=False)
-    except _Refused as refused:
-        return _say(refused.__cause__, REFUSED, debug)
+    except Refused as refused:
+        return say(refused.__cause__, REFUSED, debug)
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of our output left
@@ -84,38 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
         return DONE
     except Exception as error:
         if hasattr(error, "format_message"):  # typer's own: unknown command, option, argument
-            return _say(error, REFUSED, debug)
+            return say(error, REFUSED, debug)
         if type(error).__name__ == "Abort":
             return 130
-        return _say(error, FAILED, debug)
+        return say(error, FAILED, debug)
     return code if isinstance(code, int) else DONE
-
-
-def _say(error: BaseException | None, code: int, debug: bool) -> int:
-    """One line on stderr; the exit code."""
-    if debug and error is not None:
-        traceback.print_exception(error, file=sys.stderr)
-    message = error.format_message() if hasattr(error, "format_message") else str(error)
-    text = " ".join(message.split()) or type(error).__name__
-    if code == FAILED and not isinstance(error, RuntimeError | OSError):
-        text = f"{type(error).__name__}: {text}"
-    print(f"ottava: {text}", file=sys.stderr)
-    return code
-
-
-def _print_json(value: Any) -> None:
-    """Strict JSON on stdout: a number that is not finite becomes null."""
-
-    def plain(x: Any) -> Any:
-        if isinstance(x, float):
-            return x if math.isfinite(x) else None
-        if isinstance(x, dict):
-            return {str(k): plain(v) for k, v in x.items()}
-        if isinstance(x, list | tuple):
-            return [plain(v) for v in x]
-        return x if x is None or isinstance(x, bool | int | str) else str(x)
-
-    print(json.dumps(plain(value), allow_nan=False))
 
 
 def _version(wanted: bool) -> None:
@@ -145,7 +90,7 @@ def doctor(as_json: Json = False) -> None:
 
     facts = examine()
     if as_json:
-        _print_json(facts)
+        print_json(facts)
         return
     out.print(page(facts))
 
@@ -167,7 +112,7 @@ def plan(
     """
     from .config import load_run, run_of_model
 
-    with _request():
+    with request():
         if model:  # the first argument is then an override too
             run = run_of_model(model, [str(o) for o in (run_file, *(overrides or ())) if o])
         elif run_file is None:
@@ -185,7 +130,7 @@ def plan(
     hopeless = memory.num_parameters * 4 > room * 2**30  # fp8-lean's states alone, the least
     others = [] if hopeless else memory.advice(room)
     if as_json:
-        _print_json(
+        print_json(
             {
                 "plan": table and table.to_dict(),
                 "memory": memory.to_dict(),
@@ -221,7 +166,7 @@ def _torch_device(name: str):
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
-        raise _Refused from ValueError("--gib: no GPU here to take the size from; give it")
+        raise Refused from ValueError("--gib: no GPU here to take the size from; give it")
     return torch.device(name)
 
 
@@ -262,13 +207,13 @@ def compare(
     the others; the exit code is then 1. A workload goes on where it was when it was stopped.
     """
     names = [n.strip() for n in presets.split(",") if n.strip()]
-    with _request():
+    with request():
         if workload:
             result, folder = _contest(workload, peers, names, repeats)
         else:
             result, folder = _compare(run_file, overrides, names, repeats, as_json)
     if as_json:
-        _print_json(result)
+        print_json(result)
     else:
         from .bench.table import comparison_table
 
@@ -301,6 +246,43 @@ def _contest(workload: str, peers: bool, names: list[str], repeats: int):
 
 
 @app.command()
+def sweep(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    lr: Annotated[str, typer.Option(help="Learning rates to try, with commas.")] = "",
+    presets: Annotated[
+        str, typer.Option(help="Presets to try them in, with commas; the run's own unless given.")
+    ] = "",
+    as_json: Json = False,
+) -> int:
+    """Try learning rates in short runs over the same data: table, plot, and the best one.
+
+    Each run has train.steps steps. Writes sweep.json and sweep.html into the run's folder; the exit
+    code is 1 where no rate converged.
+    """
+    from .config import load_run
+
+    with request():
+        run = load_run(run_file, overrides or ())
+        try:
+            rates = [float(x) for x in lr.split(",") if x.strip()]
+        except ValueError:
+            raise ValueError(f"--lr: {lr!r} is not a list of numbers; such as 1e-4,3e-4") from None
+        from .bench.sweep import sweep as measure
+        from .bench.sweep import sweep_cells
+        from .bench.table import plain_table
+
+        names = [n.strip() for n in presets.split(",") if n.strip()]
+        result = measure(run, rates, names, quiet=as_json)
+    if as_json:
+        print_json(result)
+    else:
+        out.print(plain_table(*sweep_cells(result)))
+        out.print(f"{result['verdict']}\n{run.out}/sweep.json\n{run.out}/sweep.html")
+    return DONE if any(result["best"].values()) else FAILED
+
+
+@app.command()
 def train(run_file: RunFile, overrides: Overrides = None, as_json: Json = False) -> int:
     """Train. Continues from the newest checkpoint of the run's folder, if there is one.
 
@@ -308,20 +290,23 @@ def train(run_file: RunFile, overrides: Overrides = None, as_json: Json = False)
     """
     from .config import load_run
 
-    with _request():
+    with request():
         run = load_run(run_file, overrides or ())
         from .train.trainer import Trainer
 
         trainer = Trainer(run)
     result = trainer.run(quiet=as_json)
     if as_json:
-        _print_json({**asdict(result), "out": run.out, "exit_code": result.exit_code})
+        print_json({**asdict(result), "out": run.out, "exit_code": result.exit_code})
     return result.exit_code
 
 
 @app.command()
 def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a run or of a comparison.")],
+    beside: Annotated[
+        list[Path] | None, typer.Argument(help="More runs, to draw their losses beside it.")
+    ] = None,
     to: Annotated[
         Path | None,
         typer.Option("--out", help="The file to write; report.html there unless given."),
@@ -331,10 +316,10 @@ def report(
     """Write one self-contained report.html: tables and plots of a run or a comparison."""
     from .bench.report import write_report
 
-    with _request():
-        path = write_report(folder, to)
+    with request():
+        path = write_report(folder, to, beside=beside or ())
     if as_json:
-        _print_json({"report": path})
+        print_json({"report": path})
     else:
         out.print(str(path))
 
@@ -355,11 +340,11 @@ def diagnose(
     from .monitor.diagnose import RULES
     from .monitor.diagnose import diagnose as look
 
-    with _request():
+    with request():
         findings = look(folder, against)
     if as_json:
         rules = {r.name: {"source": r.source, "symptom": r.symptom} for r in RULES.values()}
-        _print_json({"findings": [asdict(f) for f in findings], "rules": rules})
+        print_json({"findings": [asdict(f) for f in findings], "rules": rules})
         return
     for f in findings:
         out.print(f"{f.level.upper()}  {f.symptom} ({f.rule})")
@@ -386,12 +371,12 @@ def export(
     """
     from .train.export import export as write
 
-    with _request():
+    with request():
         done = write(source, to, format=format, dtype=dtype, layout=layout or None)
     for reason in done.passed_over:
         err.print(f"passed over: {reason}")
     if as_json:
-        _print_json({k: v for k, v in asdict(done).items() if k != "passed_over"})
+        print_json({k: v for k, v in asdict(done).items() if k != "passed_over"})
     else:
         step = "" if done.step is None else f"step {done.step} in "
         out.print(f"{done.folder}: {step}{done.dtype}")

@@ -443,7 +443,7 @@ def test_a_run_writes_what_is_documented(tmp_path):
     assert metrics.problems == []
     kinds = [(x["kind"], x["step"]) for x in metrics.lines]
     assert kinds == [
-        ("start", 0), ("step", 1), ("step", 2), ("eval", 2), ("save", 2), ("step", 3), ("step", 4),
+        ("start", 0), ("step", 1), ("step", 2), ("memory", 2), ("eval", 2), ("save", 2), ("step", 3), ("step", 4),
         ("eval", 4), ("save", 4), ("end", 4),
     ]  # fmt: skip
     start = metrics.of("start")[0]

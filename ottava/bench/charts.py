@@ -10,11 +10,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import pairwise
 
 WIDTH, HEIGHT = 720, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 38
 NUM_COLORS = 8
 MAX_POINTS = 400
+MAX_ROWS, MAX_COLUMNS = 60, 100  # of a heat map
 
 
 @dataclass(frozen=True)
@@ -186,6 +188,49 @@ def bars(rows: Sequence[tuple[str, Sequence[float]]], *, title: str, unit: str) 
             f'<text x="{max(end, high) + 6:.1f}" y="{y + 15}">{number(median)} {escape(unit)}</text>'
         )
     return _figure(title, 10 + len(rows) * step, "".join(out), [])
+
+
+def heat(
+    rows: Sequence[tuple[str, Mapping[int, float]]], *, title: str, least: float = 1e-4
+) -> str:
+    """A map of shares in [0, 1]: a line a row, a column a step, darker for more (logarithmic from
+    `least`; what is below stays empty). At most MAX_ROWS rows, the worst ones, in their own order,
+    and MAX_COLUMNS columns, each the largest of its steps."""
+    steps = sorted({s for _, values in rows for s in values})
+    if not steps:
+        return _empty(title)
+    worst = sorted(range(len(rows)), key=lambda i: -max(rows[i][1].values(), default=0.0))
+    shown = [rows[i] for i in sorted(worst[:MAX_ROWS])]
+    groups = [[s] for s in steps]
+    if len(steps) > MAX_COLUMNS:
+        cuts = [round(i * len(steps) / MAX_COLUMNS) for i in range(MAX_COLUMNS + 1)]
+        groups = [steps[a:b] for a, b in pairwise(cuts)]
+    left, line = 330, 15
+    width = (WIDTH - left - 8) / len(groups)
+    parts = []
+    for n, (name, values) in enumerate(shown):
+        y = 4 + n * line
+        parts.append(
+            f'<text class="end" x="{left - 6}" y="{y + 11}">{escape(name[-46:])}</text>'
+            f'<line class="grid" x1="{left}" x2="{WIDTH - 8}" y1="{y + line}" y2="{y + line}"/>'
+        )
+        for column, group in enumerate(groups):
+            share = max((values[s] for s in group if s in values), default=0.0)
+            if not share >= least:  # also what is not a number
+                continue
+            depth = 1.0 - math.log10(min(share, 1.0)) / math.log10(least)
+            tip = escape(f"{name}, step {group[0]}: {share:.2%}")
+            parts.append(
+                f'<rect class="cell f3" x="{left + column * width:.1f}" y="{y}" '
+                f'width="{max(width, 1.0):.1f}" height="{line - 1}" fill-opacity="'
+                f'{0.12 + 0.88 * depth:.2f}"><title>{tip}</title></rect>'
+            )
+    bottom = 4 + len(shown) * line
+    for column in sorted({0, len(groups) // 2, len(groups) - 1}):
+        x = left + (column + 0.5) * width
+        parts.append(f'<text class="mid" x="{x:.1f}" y="{bottom + 16}">{groups[column][0]}</text>')
+    more = f" (the worst {len(shown)} of {len(rows)} rows)" if len(shown) < len(rows) else ""
+    return _figure(title + more, bottom + 24, "".join(parts), [])
 
 
 def _empty(title: str) -> str:

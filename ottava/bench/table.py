@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Group
 from rich.table import Table
+from rich.text import Text
 
 from ..lifetimes import CATEGORIES
 
@@ -52,6 +53,16 @@ def comparison_table(result: Mapping[str, Any]) -> Group:
         f"gap to {result['baseline']} in nats per token"
     )
     return Group(head, table, *lines, *_orders(rows))
+
+
+def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """Texts in columns; the first is the label."""
+    table = Table(*head, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in table.columns[1:-1]:
+        column.justify, column.no_wrap = "right", True
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
 
 
 def _orders(rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -22,6 +22,7 @@ counts). Kinds and their fields:
              unseen: rows that ran inside another module, so that nothing passed by
     eval     loss (validation, nats per token), ema_loss (with the running average; null without)
     save     path
+    memory   gib: category -> GiB held between steps, and "peak" so far; once, after two steps
     event    text (a switch of precision, an interruption)
     heal     the run went back by itself: text, to (step), row (demoted, or null), lr (peak from now
              on), position (of the data), rollbacks (so far), high (all rows demoted). Step lines

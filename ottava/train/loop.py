@@ -155,7 +155,9 @@ class _Loop:
             self.metrics.write("observe", result.step, **result.observed)
         self.console.step(result.step, line, self.speed.name)
         if result.step == trainer.origin.step + 2:  # the first step with every state in place
-            self.console.say(_held(trainer))
+            held = _held(trainer)
+            self.metrics.write("memory", result.step, gib=held)
+            self.console.say(_in_words(held, trainer.device))
         self._announce_switch()
         last = result.step == train.steps
         due = last or (train.eval_every and result.step % train.eval_every == 0)
@@ -244,8 +246,8 @@ def _advice(out: str) -> str:
     return f"; {found.symptom}: {found.evidence}; try {found.setting}" if found else ""
 
 
-def _held(trainer: Trainer) -> str:
-    """What is held between steps, and the peak: measured, in GiB."""
+def _held(trainer: Trainer) -> dict[str, float]:
+    """What is held between steps, by category, and "peak" so far: measured, in GiB."""
     params = list(trainer.model.parameters())
     residuals = [r for p in params if isinstance(r := getattr(p, "residual", None), torch.Tensor)]
     moments = [
@@ -257,14 +259,19 @@ def _held(trainer: Trainer) -> str:
     sizes = {"weights": params, "residuals": residuals, "optimizer": moments}
     if trainer.ema is not None:
         sizes["running average"] = list(trainer.ema.shadow.values())
-    held = ", ".join(
-        f"{name} {sum(local(t).numel() * t.element_size() for t in tensors) / 2**30:.3f}"
+    held = {
+        name: sum(local(t).numel() * t.element_size() for t in tensors) / 2**30
         for name, tensors in sizes.items()
         if tensors
-    )
-    kind = "allocator" if trainer.device.type == "cuda" else "process"
+    }
+    return {**held, "peak": peak_gib(trainer.device)}
+
+
+def _in_words(held: dict[str, float], device: torch.device) -> str:
+    parts = ", ".join(f"{name} {gib:.3f}" for name, gib in held.items() if name != "peak")
+    kind = "allocator" if device.type == "cuda" else "process"
     return (
-        f"memory, GiB: {held}; peak so far {peak_gib(trainer.device):.2f} ({kind}); less: "
+        f"memory, GiB: {parts}; peak so far {held['peak']:.2f} ({kind}); less: "
         "train.recompute=mlp or layer, a smaller train.micro_batch, train.preset=fp8-lean"
     )
 
