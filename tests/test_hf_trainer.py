@@ -149,6 +149,27 @@ def test_loss_may_be_scaled_in_place():
         torch.testing.assert_close(half[n], 2 * p.grad, rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.parametrize("side", ["right", "left", "none"])
+def test_padding_at_the_end_stays_in_the_kernels(side, monkeypatch):
+    reasons = []
+    monkeypatch.setattr("ottava.layers.attention._say", reasons.append)
+    lengths = torch.tensor([24, 9, 17]) if side != "none" else torch.tensor([24, 24, 24])
+    mask = (torch.arange(24) < lengths[:, None]).long()
+    mask = mask.flip(1) if side == "left" else mask
+    ids = torch.stack([d["input_ids"] for d in DATA[:3]])
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.where(mask > 0, -100)}
+    want, model = llama(), ottava.convert(llama())
+    plain, loss = want(**batch), model(**batch).loss
+    assert abs(loss - plain.loss) < 0.02 and bool(reasons) == (side == "left")
+    loss.backward()
+    plain.loss.backward()
+    for (n, p), q in zip(model.named_parameters(), want.parameters(), strict=True):
+        assert (p.grad - q.grad).norm() < 0.35 * q.grad.norm(), n
+    with torch.no_grad():
+        got = model.eval()(ids, mask).logits[mask > 0]
+        assert (got - plain.logits[mask > 0]).norm() < 0.1 * plain.logits[mask > 0].norm()
+
+
 def test_a_converted_model_keeps_its_plan(tmp_path):
     model = ottava.convert(llama(), recipe="block", keep=["*o_proj"])
     trainer, callback = build(tmp_path, {"recipe": "tensor"}, model=model, max_steps=1)

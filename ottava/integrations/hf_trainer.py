@@ -48,7 +48,7 @@ class OttavaCallback(TrainerCallback):
     `ottava.AdamW` (master, states). Learning rate, betas, eps, weight decay are the Trainer's.
     logits: where a causal LM that is given labels also returns logits. "eval": in evaluation, as
     `compute_metrics` needs (not under prediction_loss_only); "never": the least memory; "always":
-    also in training, for trainers that read them there (TRL's SFTTrainer).
+    also in training, for trainers that read them there.
     report: takes each line meant for the user, on the main process only.
     Raises ValueError for what it cannot work with, when the Trainer is built.
     """

@@ -275,8 +275,10 @@ def _sdpa(module, query, key, value, mask, reason: str, **kwargs):
 
 
 def _hf_mask(*args, **kwargs):
-    """transformers' mask function: None where the kernels mask by themselves (causal, and windows
-    without padding), else sdpa's mask."""
+    """transformers' mask function: None where the kernels mask by themselves, else sdpa's mask.
+
+    Padding at the end of rows needs no mask: no token before it sees it, and what comes out at the
+    padding itself nobody reads. Its values are read as transformers itself reads them, once."""
     from transformers.masking_utils import sdpa_mask
 
     padding = kwargs.get("attention_mask")
@@ -285,7 +287,7 @@ def _hf_mask(*args, **kwargs):
     if kwargs.get("allow_is_causal_skip", False) and whole:
         if padding is None:
             return None  # also where sdpa_mask would not say so, as under torch.compile
-        if kwargs.get("local_size") is not None and bool(padding.all()):
+        if not torch.compiler.is_compiling() and bool((padding[:, 1:] <= padding[:, :-1]).all()):
             return None
     return sdpa_mask(*args, **kwargs)
 
