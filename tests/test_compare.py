@@ -249,7 +249,8 @@ def test_a_contest_takes_medians_and_goes_on_where_it_was(tmp_path, monkeypatch,
     monkeypatch.setattr(contest_module, "_run_child", run_child)
     variants = [peers.VARIANTS[n] for n in ("amp", "bf16", "TE delayed")]
     arguments = (WORKLOADS["W1"], variants)
-    assert contest_module.contest(*arguments, out=tmp_path, seconds=-1) is None and not ran
+    late = contest_module.contest(*arguments, out=tmp_path, seconds=-1)
+    assert not ran and {row["reason"] for row in late["rows"]} == {"the time was over"}
     result = contest_module.contest(*arguments, repeats=2, out=tmp_path)
     assert ran == ["amp", "bf16", "TE delayed"] * 2  # interleaved
     rows = {row["name"]: row for row in result["rows"]}

@@ -26,7 +26,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -160,15 +160,26 @@ class _Advance:
     def __init__(self, bar: Progress, task) -> None:
         self.bar, self.task = bar, task
 
+    def done(self, row: Mapping[str, Any]) -> None:
+        """A line for a preset that has ended, above the bar or in a log file."""
+        said = row.get("reason") or f"peak {row['peak_bytes'] / 1e9:.3f} GB, {_rate(row)} tok/s"
+        self.bar.console.print(f"{row['name']}: {said}", highlight=False)
+
     def of(self, name: str) -> Callable[[], None]:
         """What to call after each step of a preset."""
         return lambda: self.bar.update(self.task, advance=1, description=name)
 
 
+def _rate(row: Mapping[str, Any]) -> str:
+    return f"{statistics.median(row['tok_per_s_each']):,.0f}" if row["tok_per_s_each"] else "no"
+
+
 def _run_of(run: Run, preset: str, device: str) -> Run:
     run = run.with_preset(preset)
     train = replace(run.train, resume="never", eval_every=0)
-    return replace(run, device=device, train=train, out=f"{run.out}/{preset}").check()
+    monitor = replace(run.monitor, every=0)  # nobody looks into steps that are timed
+    out = f"{run.out}/{preset}"
+    return replace(run, device=device, train=train, monitor=monitor, out=out).check()
 
 
 def _tokens_per_step(run: Run) -> int:
@@ -212,6 +223,7 @@ def _one_by_one(runs: dict[str, Run], rows: dict, repeats: int, progress: _Advan
     """One preset on the GPU at a time; every further round rebuilds each and times it again."""
     for name, run in runs.items():
         _attempt(name, rows, lambda name=name, run=run: _whole(name, run, rows, progress.of(name)))
+        progress.done(rows[name])
         _release()
     for _ in range(repeats - 1):
         for name, run in runs.items():

@@ -5,8 +5,9 @@
 First the kernels are checked; if one disagrees with its reference no speed is printed. Then, repeat
 by repeat, each variant gets a process of its own: it says before allocating whether it can fit,
 warms up, measures memory by category in one step, and times STEPS more. A variant whose package is
-missing is named as not run; one that crashes is reported and does not stop the others. Finished
-pieces are kept in DIR/raw, so that a comparison that was stopped goes on where it was.
+missing is named as not run; one that crashes is reported and does not stop the others. Each prints a
+line when it is done, and finished pieces are kept in DIR/raw: a comparison that was stopped goes on
+where it was, and one that runs out of --seconds compares what there is.
 
 The result has the form of compare.py's, plus `workload`, `floor_tok_per_s` (counted) and a row's
 `notes`; report.py draws it.
@@ -23,13 +24,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from ..memory import GIB, estimate_memory, measure_memory
 from .compare import add_gaps, baseline_of, write_comparison
@@ -124,30 +124,25 @@ def contest(
     out: Path,
     seconds: float = math.inf,
     commit: str = "",
-) -> dict[str, Any] | None:
-    """Run what is not there yet in `out`/raw, and compare; None when `seconds` were over before.
+) -> dict[str, Any]:
+    """Run what is not there yet in `out`/raw, and compare what is; nothing is started after
+    `seconds`, and what is missing then is a row "not run".
 
     Raises KernelsRed before anything is timed. `commit` names the code where there is no git.
     """
-    require_green(verify())
+    begun = time.monotonic()
+    checked = verify()
+    require_green(checked)
+    _say(f"{len(checked)} kernels agree with their references [{time.monotonic() - begun:.0f} s]")
     raw = out / "raw"
     raw.mkdir(parents=True, exist_ok=True)
-    todo = [(r, v) for r in range(repeats) for v in variants]
-    begun = time.monotonic()
-    bar = Progress(
-        TextColumn("{task.description:<36}"), BarColumn(), MofNCompleteColumn(),
-        TimeElapsedColumn(), console=Console(stderr=True),
-    )  # fmt: skip
-    with bar:
-        task = bar.add_task(workload.name, total=len(todo))
-        for repeat, variant in todo:
+    for repeat in range(repeats):
+        for variant in variants:
             path = raw / f"{workload.name}-{_slug(variant.name)}-{repeat}.json"
-            bar.update(task, description=f"{variant.name} ({repeat + 1} of {repeats})")
-            if not path.is_file():
-                if time.monotonic() - begun > seconds:
-                    return None
+            if not path.is_file() and time.monotonic() - begun <= seconds:
                 _run_child(variant, workload, path)
-            bar.advance(task)
+                row = json.loads(path.read_text("utf-8"))
+                _say(f"{workload.name} {variant.name} ({repeat + 1} of {repeats}): {_brief(row)}")
     rows = [_merged(_read(raw, workload, v, repeats)) for v in variants]
     result = {
         "name": workload.name,
@@ -192,8 +187,22 @@ def _run_child(variant: Variant, workload: Workload, path: Path) -> None:
 
 
 def _read(raw: Path, workload: Workload, variant: Variant, repeats: int) -> list[dict[str, Any]]:
-    name = f"{workload.name}-{_slug(variant.name)}"
-    return [json.loads((raw / f"{name}-{r}.json").read_text("utf-8")) for r in range(repeats)]
+    paths = [raw / f"{workload.name}-{_slug(variant.name)}-{r}.json" for r in range(repeats)]
+    pieces = [json.loads(path.read_text("utf-8")) for path in paths if path.is_file()]
+    missing = {"name": variant.name, "status": "not run", "reason": "the time was over"}
+    return pieces or [missing]
+
+
+def _brief(row: Mapping[str, Any]) -> str:
+    if row["status"] != "ok":
+        return f"{row['status']}: {row['reason']}"
+    speed = statistics.median(row["tok_per_s_each"])
+    return f"{speed:,.0f} tok/s, peak {row['peak_bytes'] / 1e9:.2f} GB"
+
+
+def _say(line: str) -> None:
+    """Progress, a line at a time: these runs are long and often end up in a log file."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _merged(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -236,11 +245,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, KernelsRed) as error:
         print(f"ottava: {error}", file=sys.stderr)
         return 1 if isinstance(error, KernelsRed) else 2
-    if result is None:
-        print("ottava: not finished; run the same command again to go on", file=sys.stderr)
-        return 1
     Console(width=150).print(comparison_table(result))
-    return 1 if any(row["status"] == "failed" for row in result["rows"]) else 0
+    late = [row["name"] for row in result["rows"] if row.get("reason") == "the time was over"]
+    if late:
+        _say(f"ottava: not run, the time was over: {', '.join(late)}; the same command goes on")
+    return 1 if late or any(row["status"] == "failed" for row in result["rows"]) else 0
 
 
 def the_workload(name: str) -> Workload:
