@@ -11,7 +11,14 @@ from ottava.kernels import attention as kernels
 from ottava.kernels import flash, flash_backward
 from ottava.kernels.attention import attention, attention_backward, document_bounds
 from ottava.kernels.cast import quantize_int8
-from ottava.kernels.rope import rope, rope_int8, triton_rope, triton_rope_int8
+from ottava.kernels.rope import (
+    rope,
+    rope_back,
+    rope_int8,
+    triton_rope,
+    triton_rope_back,
+    triton_rope_int8,
+)
 from ottava.layers import attention as layer
 from ottava.layers.autocast import autocast
 from ottava.layers.linear import Linear
@@ -350,6 +357,7 @@ def test_operators_keep_their_contract():
     args = (q, angles, angles, False)
     torch.library.opcheck(torch.ops.ottava.rope.default, args, test_utils=tests)
     torch.library.opcheck(torch.ops.ottava.rope_int8.default, args[:3], test_utils=tests)
+    torch.library.opcheck(torch.ops.ottava.rope_back.default, args[:3], test_utils=tests)
 
 
 # -------------------------------------------------------------------------------------------- rope
@@ -404,6 +412,22 @@ def test_rope_with_codes_is_rope_then_the_cast(rotary, device):
     torch.testing.assert_close(turned, y, rtol=1e-3, atol=1e-3, equal_nan=True)
     want = quantize_int8(turned.flatten(0, 2), 24)
     torch.testing.assert_close((got, got_scale), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("rotary", [8, 24])
+@pytest.mark.parametrize("bad", [0.0, torch.nan, torch.inf])
+def test_rope_back_gives_the_amax(rotary, bad, device):
+    cos, sin = (x.to(device) for x in tables(13, rotary))
+    grad = torch.randn(2, 13, 5, 24, device=device).bfloat16()
+    for place in ((0, 1, 2, 3), (1, 4, 4, 23)):
+        grad[place] = bad
+        y, top = rope_back(grad, cos, sin)
+        assert torch.equal(y.nan_to_num(), rope(grad, cos, sin, inverse=True).nan_to_num())
+        for value, found in ((y, top), triton_rope_back(grad, cos, sin)):
+            want = value.abs().max().float().view(1)
+            torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(value, y, rtol=1e-2, atol=1e-2, equal_nan=True)
+    assert triton_rope_back(grad[:0], cos, sin)[1] == 0
 
 
 def test_rope_refuses_angles_that_do_not_fit():

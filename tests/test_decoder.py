@@ -9,6 +9,7 @@ import torch
 from test_convert import family, ids
 from test_layers import Kept
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ottava
 from ottava.layers import norm as norm_layer
@@ -109,8 +110,6 @@ def test_each_norm_runs_once_and_leaves_nothing_behind(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "mimo"])
 def test_the_sum_of_two_gradients_is_made_in_the_norm(name):
     """No addition of whole [B, T, H] tensors is left, forward or backward."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
     class Adds(TorchDispatchMode):
         found = 0
 
@@ -129,6 +128,26 @@ def test_the_sum_of_two_gradients_is_made_in_the_norm(name):
         counts.append((forward, adds.found))
         unfused(model)
     assert counts == [(0, 0), (4, 4)]
+
+
+@pytest.mark.parametrize("name,passes", [("mimo", 2), ("llama", 6)])
+def test_amaxes_come_with_what_they_are_of(name, passes):
+    """A pass of its own is left for v's gradient, and for q's and k's where rope is not ours."""
+    found = []
+    amax = torch.ops.ottava.amax.default
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is amax:
+                found.append(tuple(args[0].shape))
+            return func(*args, **(kwargs or {}))
+
+    model = model_of(name, "tensor", torch.bfloat16)
+    ottava.AdamW(model.parameters(), lr=1e-3, master="split16", states="8bit")
+    loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
+    with Watch():
+        loss.backward()
+    assert len(found) == passes, found
 
 
 def change(module, args, out):

@@ -5,7 +5,8 @@ With i < R/2 and the angles of a position:
     y_{i+R/2}   = x_{i+R/2} cos_{i+R/2} + x_i sin_{i+R/2}
 Dims R..D-1 pass unchanged. The inverse (and so the backward, a rotation being orthogonal) is the
 same with -sin. Arithmetic in FP32, rounded once to x's dtype. `rope_int8` also gives the int8 codes
-of the result, one scale per head row, from the same pass.
+of the result, one scale per head row, from the same pass, and `rope_back` the amax of the gradient
+that it turns back, which the cast of that gradient needs next.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ from torch import Tensor
 
 from .codes import magnitude_bits
 from .int8 import int8_encode, int8_scale, ref_quantize_int8
+from .norm import raise_amax
 from .op import operator, tl, triton
+from .scale import ref_amax
 
 
 def ref_rope(x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> Tensor:
@@ -37,13 +40,21 @@ def ref_rope_int8(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
     return [y, *ref_quantize_int8(y.flatten(0, 2), y.shape[-1])]
 
 
+def ref_rope_back(grad: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """Reference of `rope_back`."""
+    out = ref_rope(grad, cos, sin, True)
+    return [out, ref_amax(out)]
+
+
 @triton.jit
 def _rope(
-    x, cos, sin, out, codes, scale, x_b, x_t, x_h, a_b, a_t, T, H, sign,
+    x, cos, sin, out, codes, scale, amax, x_b, x_t, x_h, a_b, a_t, T, H, sign,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BH: tl.constexpr,
-    INT8: tl.constexpr,
+    INT8: tl.constexpr, AMAX: tl.constexpr,
 ):  # fmt: skip
     """One program turns BH heads of one token. HALF >= R / 2 and REST >= D - R are powers of two."""
+    if AMAX:
+        seen = tl.load(amax)
     token = tl.program_id(0)
     b, t = (token // T).to(tl.int64), token % T
     h = tl.program_id(1) * BH + tl.arange(0, BH)
@@ -72,6 +83,13 @@ def _rope(
         tail = (h < H)[:, None] & (j < D)[None, :]
         rest = tl.load(x + j[None, :], mask=tail, other=0.0)
         tl.store(out + at + j[None, :], rest, mask=tail)
+    if AMAX:
+        low, high = magnitude_bits(new_low.to(tl.float32)), magnitude_bits(new_high.to(tl.float32))
+        top = tl.maximum(tl.max(tl.max(low, 1), 0), tl.max(tl.max(high, 1), 0))
+        if REST > 0:
+            bits = magnitude_bits(rest.to(tl.float32))
+            top = tl.maximum(top, tl.max(tl.max(bits, 1), 0))
+        raise_amax(amax, seen, top)
     if INT8:  # of the rounded values, as a cast of the stored tensor would see them
         new_low, new_high = new_low.to(tl.float32), new_high.to(tl.float32)
         top = tl.maximum(tl.max(magnitude_bits(new_low), 1), tl.max(magnitude_bits(new_high), 1))
@@ -87,7 +105,7 @@ def _rope(
             tl.store(codes + at + j[None, :], rest, mask=tail)
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, codes, scale, sign: float) -> None:
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, codes, scale, sign, amax=None):
     b, t, h, d = x.shape
     rotary = cos.shape[-1]
     if out.numel() == 0:
@@ -98,10 +116,11 @@ def _launch(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, codes, scale, sign
     _rope[(b * t, triton.cdiv(h, heads))](
         x, cos.contiguous(), sin.contiguous(), out,
         out if codes is None else codes, out if scale is None else scale,
+        out if amax is None else amax.view(torch.int32),
         *x.stride()[:3], t * rotary if batched else 0, rotary, t, h, sign,
         D=d, R=rotary, HALF=triton.next_power_of_2(rotary // 2),
         REST=triton.next_power_of_2(d - rotary) if d > rotary else 0, BH=heads,
-        INT8=codes is not None,
+        INT8=codes is not None, AMAX=amax is not None,
     )  # fmt: skip
 
 
@@ -119,6 +138,14 @@ def triton_rope_int8(x: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
     return [out, codes, scale]
 
 
+def triton_rope_back(grad: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    """As `ref_rope_back`."""
+    out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    amax = torch.zeros(1, dtype=torch.float32, device=grad.device)
+    _launch(grad, cos, sin, out, None, None, -1.0, amax)
+    return [out, amax]
+
+
 def _fake_rope(x, cos, sin, inverse):
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
@@ -130,6 +157,11 @@ def _fake_rope_int8(x, cos, sin):
         torch.empty(rows, d, dtype=torch.int8, device=x.device),
         torch.empty(rows, 1, dtype=torch.bfloat16, device=x.device),
     ]
+
+
+def _fake_rope_back(grad, cos, sin):
+    out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    return [out, torch.empty(1, dtype=torch.float32, device=grad.device)]
 
 
 _rope_op = operator(
@@ -144,6 +176,14 @@ _rope_int8_op = operator(
     reference=ref_rope_int8,
     fake=_fake_rope_int8,
     cuda=triton_rope_int8,
+)
+
+
+_rope_back_op = operator(
+    "rope_back(Tensor grad, Tensor cos, Tensor sin) -> Tensor[]",
+    reference=ref_rope_back,
+    fake=_fake_rope_back,
+    cuda=triton_rope_back,
 )
 
 
@@ -163,6 +203,13 @@ def rope_int8(x_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, T
     _check(x_BTHD, cos_TR, sin_TR)
     out, codes, scale = _rope_int8_op(x_BTHD, cos_TR, sin_TR)
     return out, codes, scale
+
+
+def rope_back(grad_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> tuple[Tensor, Tensor]:
+    """(the gradient before rope, its amax FP32 (1,)) of the gradient after it: `rope` inverted."""
+    _check(grad_BTHD, cos_TR, sin_TR)
+    out, amax = _rope_back_op(grad_BTHD, cos_TR, sin_TR)
+    return out, amax
 
 
 def _check(x_BTHD: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> None:

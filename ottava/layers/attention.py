@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from ..kernels import cast as cast_kernels
 from ..kernels.attention import attention, attention_backward
 from ..kernels.cast import Quantized
-from ..kernels.rope import rope, rope_int8
+from ..kernels.rope import rope, rope_back, rope_int8
 from ..numerics.recipe import Cast, Recipe
 from .autocast import recipe_in_force
 from .how import flat
-from .saved import Kept, carry, save, saved, transposes
+from .saved import Kept, carry, note_amax, save, saved, transposes
 from .weights import compute_dtype, grad_dtype_of, weight_values
 
 _log = logging.getLogger("ottava")
@@ -146,7 +146,9 @@ class AttentionFunction(torch.autograd.Function):
         )  # fmt: skip
         del q, k, v
         if cos is not None:
-            dq, dk = rope(dq, cos, sin, inverse=True), rope(dk, cos, sin, inverse=True)
+            (dq, top_q), (dk, top_k) = rope_back(dq, cos, sin), rope_back(dk, cos, sin)
+            note_amax(dq, top_q)
+            note_amax(dk, top_k)
         if how.value_scale != 1.0:
             dv = dv * how.value_scale
         grads = (x.to(dtype) for x, dtype in zip((dq, dk, dv), ctx.dtypes, strict=True))
