@@ -73,21 +73,12 @@ def load_fp8(
     """
     if master is not None and master not in RESIDUAL_BITS:
         raise ValueError(f"master: {master!r} is not one of {', '.join(RESIDUAL_BITS)}")
-    shards = Shards(_folder(path_or_id))
+    shards, jobs, origin = open_fp8(path_or_id, model, layout, skip)
     try:
-        block = block_size(shards.config)
-        layout = choose_layout(model, shards, layout)
-        tied = _names(model)
-        first = {n: names[0] for names in tied.values() for n in names[1:]}
-        jobs, left = match(model, shards, layout, block, skip, first)
-        origin = Origin(
-            str(shards.folder), layout, block, shards.config, shards.metadata,
-            {n: e.file for n, e in shards.entries.items()}, left,
-        )  # fmt: skip
-        _read_scales(shards, jobs, origin)
         memory = _read(shards, jobs, origin, model, master, device)
     finally:
         shards.close()
+    tied = _names(model)
     with torch.no_grad():
         for name in list(memory):
             memory.pop(name).put_into(model, tied[name])
@@ -102,6 +93,28 @@ def load_fp8(
             stacklevel=2,
         )
     return model
+
+
+def open_fp8(
+    path_or_id: str | Path, model: nn.Module, layout: str | None, skip: Iterable[str] = ()
+) -> tuple[Shards, list[Job], Origin]:
+    """(the files, what to read for each group, what a model of theirs remembers); arguments and
+    errors as `load_fp8`. All is checked but the weights' values; `model` may be on meta."""
+    shards = Shards(_folder(path_or_id))
+    try:
+        block = block_size(shards.config)
+        layout = choose_layout(model, shards, layout)
+        first = {n: names[0] for names in _names(model).values() for n in names[1:]}
+        jobs, left = match(model, shards, layout, block, skip, first)
+        origin = Origin(
+            str(shards.folder), layout, block, shards.config, shards.metadata,
+            {n: e.file for n, e in shards.entries.items()}, left,
+        )  # fmt: skip
+        _read_scales(shards, jobs, origin)
+    except BaseException:
+        shards.close()
+        raise
+    return shards, jobs, origin
 
 
 def _folder(path_or_id: str | Path) -> Path:
@@ -152,7 +165,7 @@ def _read(shards, jobs, origin, model, master, device) -> dict[str, Storage]:
             if part.target not in memory:
                 place = (device or "cpu") if old.is_meta else old.device
                 memory[part.target] = Storage.empty(Form.of(old, master), tuple(old.shape), place)
-        _read_group(shards, job, origin, memory)
+        _fill(shards, job, origin, memory)
     for name, tensor in targets.items():
         if tensor.is_meta and name not in memory:
             raise ValueError(
@@ -162,18 +175,27 @@ def _read(shards, jobs, origin, model, master, device) -> dict[str, Storage]:
     return memory
 
 
-def _read_group(shards: Shards, job: Job, origin: Origin, memory: dict[str, Storage]) -> None:
-    group, parts = job.group, job.group.parts
-    slots = [memory[p.target].part(p.index) for p in parts]
-    place = slots[0].data.device
-    raw = [shards.read(s.name).to(place) for s in job.sources]
-    scales = kept_scales(group, origin, place)
+def read_group(shards: Shards, job: Job, origin: Origin, device):
+    """(tensors as stored, their scales, their values): FP32 for FP8, else in the files' dtype.
+
+    Raises ValueError for codes of NaN.
+    """
+    raw = [shards.read(s.name).to(device) for s in job.sources]
+    scales = kept_scales(job.group, origin, device)
     values = [
         x if scale is None else scale.dequantize(x) for x, scale in zip(raw, scales, strict=True)
     ]
     for source, value in zip(job.sources, values, strict=True):
         if source.scale and not bool(value.isfinite().all()):
             raise ValueError(f"{shards.folder}: {source.name} holds codes of NaN")
+    return raw, scales, values
+
+
+def _fill(shards: Shards, job: Job, origin: Origin, memory: dict[str, Storage]) -> None:
+    """Read one group into its place, and note where its codes cannot be told again."""
+    group = job.group
+    slots = [memory[p.target].part(p.index) for p in group.parts]
+    raw, scales, values = read_group(shards, job, origin, slots[0].data.device)
     for slot, value in zip(slots, group.to_model(values), strict=True):
         slot.write(value)
     if any(s.residual is not None or s.data.dtype == torch.float16 for s in slots):

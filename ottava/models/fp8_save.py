@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -47,31 +49,42 @@ def save_fp8(
     Raises FileExistsError where `path` holds files, ValueError for an unknown layout and for a
     weight that is not finite. Nothing is left of a folder that could not be finished.
     """
+    with whole_folder(path) as folder:
+        origin = model.__dict__.get("_ottava_fp8")
+        Saving(model, layout, max_shard_bytes, origin).write(folder)
+    return Path(path)
+
+
+@contextmanager
+def whole_folder(path: str | Path) -> Iterator[Path]:
+    """A folder to write into that is `path` when the block has ended well, and gone when it has not.
+
+    Raises FileExistsError where `path` holds files.
+    """
     out = Path(path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out}: is not an empty folder; give another")
-    saving = _Saving(model, layout, max_shard_bytes)
     partial = out.with_name(f".partial-{out.name}-{os.getpid()}")
     try:
         partial.mkdir(parents=True)
-        with torch.no_grad():
-            saving.write(partial)
+        yield partial
         if out.exists():
             out.rmdir()
         os.rename(partial, out)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    return out
 
 
-class _Saving:
-    """One model on its way into files."""
+class Saving:
+    """One model on its way into files. origin: what it was loaded from, if anything."""
 
-    def __init__(self, model: nn.Module, layout: str, max_shard_bytes: int) -> None:
+    def __init__(
+        self, model: nn.Module, layout: str, max_shard_bytes: int, origin: Origin | None
+    ) -> None:
         self.model, self.layout, self.max_shard_bytes = model, layout, max_shard_bytes
         self.groups = groups(model, layout)
-        self.origin: Origin | None = model.__dict__.get("_ottava_fp8")
+        self.origin = origin
         self.tensors = dict(model.named_parameters()) | dict(model.named_buffers())
         self.fp32 = fp32_tensors(model)
         # weights whose rows lie otherwise than in the origin's files
@@ -87,7 +100,9 @@ class _Saving:
         else:
             self.block, self.fp8 = BLOCK, fp8_weights(model)
 
+    @torch.no_grad()
     def write(self, folder: Path) -> None:
+        """Write every file into `folder`. Raises ValueError as `encode` does."""
         metadata = {"ottava_layout": self.layout}
         if self._same_layout and "ottava_layout" not in self.origin.metadata:
             metadata = {}  # Xiaomi's files do not say it
@@ -174,12 +189,16 @@ class _Saving:
         """Whether the group's tensors are written as codes."""
         return group.stored[0].grid is not None and group.parts[0].target in self.fp8
 
+    def slots(self, group: Group) -> list[Storage]:
+        """Where the values of a group's parts are."""
+        return [Storage.of(self.tensors[p.target]).part(p.index) for p in group.parts]
+
     def encode(self, group: Group) -> dict[str, Tensor]:
         """The group's tensors by their stored names, on the CPU.
 
         Raises ValueError for an FP8 weight that is not finite.
         """
-        slots = [Storage.of(self.tensors[p.target]).part(p.index) for p in group.parts]
+        slots = self.slots(group)
         values = [s.values() for s in slots]
         if not self.is_fp8(group):
             dtypes = {} if self.origin is None else self.origin.dtypes

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..models.fp8_checkpoint import load_fp8
+from ..models.fp8_convert import convert_fp8
 from ..models.fp8_match import mtp_blocks
 from ..models.fp8_save import save_fp8
 from ..models.load import load_model
@@ -85,7 +86,11 @@ def export(
     kept = DTYPES[dtype] if format == "bf16" else torch.float32
     if (path / "config.json").exists() and not (path / "manifest.json").exists():
         step, passed_over, files = None, [], path
-        model = _from_files(path, kept, layout)
+        model = _of_files(path, kept)
+        if format != "bf16":
+            convert_fp8(path, model, out, FORMATS[format], source_layout=layout)
+        else:
+            load_fp8(path, model, layout)
     else:
         if layout is not None:
             raise ValueError("--layout: goes with a folder of FP8 files, not with a checkpoint")
@@ -94,7 +99,7 @@ def export(
         model = _from_checkpoint(checkpoint, kept)
     if format == "bf16":
         model.save_pretrained(out)
-    else:
+    elif step is not None:
         save_fp8(model, out, FORMATS[format])
     _copy_tokenizer(files, out)
     return Exported(out, step, dtype if format == "bf16" else format, tuple(passed_over))
@@ -117,13 +122,11 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
     return model
 
 
-def _from_files(folder: Path, dtype: torch.dtype, layout: str | None) -> nn.Module:
-    """The model of a folder of FP8 files, with every MTP block that they hold."""
-    shards = Shards(folder)
-    blocks = mtp_blocks(shards)
+def _of_files(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """The model of a folder of FP8 files on meta, with every MTP block that they hold."""
+    blocks = mtp_blocks(Shards(folder))
     overrides = {"num_nextn_predict_layers": blocks} if blocks else {}
-    model = load_model(str(folder), overrides=overrides, dtype=dtype, device="meta")
-    return load_fp8(folder, model, layout)
+    return load_model(str(folder), overrides=overrides, dtype=dtype, device="meta")
 
 
 def _copy_tokenizer(folder: Path, out: Path) -> None:
