@@ -2,8 +2,8 @@
 
 Fake tensors live on the CPU whatever the target is, since a PyTorch without CUDA cannot run
 autograd on fake CUDA ones. What differs on CUDA is said here, in one place: the branches that plain
-models take there, the library's attention, and what an operator holds while it runs. Shapes that
-depend on data (tokens per expert) are those of a balanced router.
+models take there, the library's attention, and what an operator holds while it runs. Tokens per expert stay
+unknown: no shape of ours depends on them.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def target(kind: str, documents: bool = False) -> Iterator[None]:
     `documents`: whether sequences hold several. A mode for functions would be off inside
     `Tensor.backward`, where layers are recomputed, so names are replaced for the time being.
     """
-    changes: list[tuple[Any, str, Any]] = [(torch, "bincount", _balanced_counts)]
+    changes: list[tuple[Any, str, Any]] = []
     if kind == "cuda":
         changes.append((FakeTensor, "is_cuda", property(lambda _: True)))
         changes.append((F, "scaled_dot_product_attention", _attend))
@@ -95,21 +95,6 @@ class _Event:
 
     def __init__(self, **_options) -> None:
         self.record = self.synchronize = lambda *_: None
-
-
-class _Counts(FakeTensor):
-    """Tokens per expert, whose values Python code asks for: every expert gets the same share."""
-
-    def tolist(self) -> list[int]:
-        rows, groups = self._rows, self.numel()
-        return [rows // groups + (i < rows % groups) for i in range(groups)]
-
-
-def _balanced_counts(index: torch.Tensor, weights=None, minlength: int = 0) -> torch.Tensor:
-    counts = index.new_empty(minlength, dtype=torch.int64)
-    counts.__class__ = _Counts
-    counts._rows = index.numel()
-    return counts
 
 
 def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
