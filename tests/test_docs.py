@@ -1,6 +1,5 @@
 """What the README says is run or compared: its commands, its Python, its tree, its table's source."""
 
-import pathlib
 import re
 import shlex
 
@@ -12,6 +11,7 @@ from typer.testing import CliRunner
 
 import ottava
 from ottava import cli
+from ottava.config import load_run
 
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w*)\n(.*?)```", README, flags=re.S)
@@ -74,8 +74,14 @@ def test_nothing_points_outside_the_project():
         assert "/wo" + "rk/" not in text, path
 
 
-def test_runs_folder_is_checked():
-    from ottava.config import load_run
+def test_every_mark_is_named():
+    named = set(re.findall(r"_ottava_\w+", (ROOT / "CONTRIBUTING.md").read_text()))
+    code = "".join(p.read_text() for p in ROOT.glob("ottava/**/*.py"))
+    assert set(re.findall(r"_ottava_\w+", code)) == named, "CONTRIBUTING.md, Marks"
 
-    for path in sorted(pathlib.Path(ROOT / "runs").glob("*.toml")):
+
+def test_run_files_are_right():
+    paths = sorted((ROOT / "runs").glob("*.toml"))
+    assert paths
+    for path in paths:
         load_run(path)
