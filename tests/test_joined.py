@@ -102,8 +102,22 @@ def test_weights_join_exactly(shapes, device):
     codes = [quantize(torch.randn(s), WEIGHT).codes.to(device) for s in shapes]
     want = torch.cat([c.view(torch.uint8) for c in codes]).t()
     for run in (joined.triton_join_transposed, joined.ref_join_transposed):
-        out = run(codes)
+        out = run(codes, 0)
         assert out.is_contiguous() and torch.equal(out.view(torch.uint8), want)
+
+
+@pytest.mark.parametrize("rows", [128, 384])
+def test_weights_join_in_turns(rows, device):
+    codes = [quantize(torch.randn(rows, 50), WEIGHT).codes.to(device) for _ in range(2)]
+    each = [c.view(torch.uint8).split(128) for c in codes]
+    want = torch.cat([part for turn in zip(*each, strict=True) for part in turn]).t()
+    for run in (joined.triton_join_transposed, joined.ref_join_transposed):
+        assert torch.equal(run(codes, 128).view(torch.uint8), want)
+    whole = [quantize(torch.randn(n, 50), WEIGHT) for n in (128, 256, 256)]
+    with pytest.raises(ValueError, match="have one shape"):
+        joined.join_transposed(whole[:2], 128)
+    with pytest.raises(ValueError, match="256 rows in turns of 96"):
+        joined.join_transposed(whole[1:], 96)
 
 
 def test_empty_and_refused():

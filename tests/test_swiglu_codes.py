@@ -14,7 +14,7 @@ from ottava.kernels.swiglu import (
     triton_swiglu,
     triton_swiglu_backward,
 )
-from ottava.numerics.formats import error_db
+from ottava.numerics.formats import FORMATS, error_db
 from ottava.numerics.recipe import Cast
 
 GRAD, INPUT = Cast(format="e5m2"), Cast()
@@ -28,7 +28,7 @@ IMPLEMENTATIONS = {
         triton_swiglu_backward,
     ),
 }  # fmt: skip
-SHAPES = [(1, 1), (3, 130), (33, 128), (40, 300)]
+SHAPES = [(1, 1), (3, 130), (33, 128), (35, 256), (40, 300)]
 
 
 @pytest.fixture(params=list(IMPLEMENTATIONS))
@@ -43,9 +43,17 @@ def case(M, F, dtype, device, keep=True):
     return 0.01 * grad, kept, weights
 
 
-def run(codes, grad, kept, amaxes, weights, grad_cast=GRAD, h_cast=INPUT, amax_out=()):
+def run(codes, grad, kept, amaxes, weights, grad_cast=GRAD, h_cast=INPUT, amax_out=(), over=False):
+    """(rows, all of gate's first, and what `codes` returns)."""
     casts = [x for c in (grad_cast, h_cast) for x in (c.format, c.scale_kind == "pow2", c.margin)]
-    return codes(grad, *kept, amaxes, weights, list(amax_out), *casts)
+    M, F = grad.shape
+    dtype = FORMATS[grad_cast.format].dtype
+    rows = grad.view(dtype) if over else torch.empty(M, 2 * F, dtype=dtype, device=grad.device)
+    out = codes(grad, *kept, rows, amaxes, weights, list(amax_out), *casts)
+    if swiglu_codes.interleaves(F):
+        turns = rows.view(torch.uint8).view(M, -1, 2, 128)
+        rows = turns.transpose(1, 2).reshape(M, 2 * F).view(dtype)
+    return [rows, *out]
 
 
 def same_codes(got, want):
@@ -108,6 +116,21 @@ def test_forward_codes_are_a_cast_of_the_plain_forward(run, plain, shape, dtype,
         assert same_codes(bare[0], codes) and all(t.numel() == 0 for t in bare[2:])
 
 
+@pytest.mark.parametrize("shape", [(1, 128), (33, 256), (70, 384)], ids=str)
+def test_rows_take_the_memory_of_grad_h(kernels, shape, device):
+    amax, codes, _ = kernels
+    grad, kept, weights = case(*shape, torch.bfloat16, device)
+    tops = list(amax(grad, *kept).split(1))
+    want = run(codes, grad.clone(), kept, tops, weights)
+    got = run(codes, grad, kept, tops, weights, over=True)
+    for a, b in zip(got[:3], want[:3], strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+    grad, kept, weights = case(*shape, torch.bfloat16, device)
+    for x, over in ((grad, True), (grad.float(), False)):
+        q = swiglu_codes.swiglu_backward_codes(x, kept, tops, weights, GRAD, INPUT, over=True).rows
+        assert (q.codes.data_ptr() == x.data_ptr()) is over
+
+
 def test_both_implementations_agree(device):
     """Their exponentials differ in the last place, so that a code may be the next one."""
     grad, kept, weights = case(70, 300, torch.float32, device)
@@ -167,12 +190,15 @@ def test_empty_refused_and_fakes(device):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     casts = ("e5m2", False, 0, "e4m3", False, 0)
-    real = swiglu_codes._backward_codes(grad, *kept, tops, weights, [], *casts)
+    rows = torch.empty(5, 280, dtype=torch.float8_e5m2, device=device)
+    real = swiglu_codes._backward_codes(grad, *kept, rows, tops, weights, [], *casts)
     real = [*real, *swiglu_codes._codes(grad, grad, tops[0], None, "e4m3", False, 0, True)]
     with FakeTensorMode() as mode:
-        fake = [mode.from_tensor(t) for t in (grad, *kept, *tops, *weights)]
+        fake = [mode.from_tensor(t) for t in (grad, *kept, *tops, *weights, rows)]
         more = swiglu_codes._codes(fake[0], fake[0], fake[5], None, "e4m3", False, 0, True)
-        fake = swiglu_codes._backward_codes(*fake[:5], fake[5:8], fake[8:], [], *casts)
+        fake = swiglu_codes._backward_codes(
+            *fake[:5], fake[10], fake[5:8], fake[8:10], [], *casts
+        )
         fake = [*fake, *more]
     assert [(t.shape, t.dtype, t.stride()) for t in real] == [
         (t.shape, t.dtype, t.stride()) for t in fake

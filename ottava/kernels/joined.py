@@ -67,8 +67,12 @@ def ref_quantize_joined(
     return out
 
 
-def ref_join_transposed(codes: list[torch.Tensor]) -> torch.Tensor:
-    whole = torch.cat([c.view(torch.uint8) for c in codes])
+def ref_join_transposed(codes: list[torch.Tensor], turn: int) -> torch.Tensor:
+    parts = [c.view(torch.uint8) for c in codes]
+    if turn:
+        whole = torch.stack([c.unflatten(0, (-1, turn)) for c in parts], 1).flatten(0, 2)
+    else:
+        whole = torch.cat(parts)
     return ref_transpose_codes(whole).view(codes[0].dtype)
 
 
@@ -136,15 +140,16 @@ def _join_cast_kernel(
 
 @triton.jit
 def _join_transpose_kernel(
-    codes, out, M, K, out_stride, BM: tl.constexpr, BK: tl.constexpr
+    codes, out, M, K, out_stride, step, BM: tl.constexpr, BK: tl.constexpr
 ):  # fmt: skip
+    """step: columns of `out` from one tile of BM rows to the next."""
     tiles_k = tl.cdiv(K, BK)
     pid_m, pid_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
     i, j = tl.arange(0, BM), tl.arange(0, BK)
     in_m, in_k = pid_m * BM + i < M, pid_k * BK + j < K
     base = codes + pid_m.to(tl.int64) * BM * K + pid_k * BK
     c = tl.load(base + i[:, None] * K + j[None, :], mask=in_m[:, None] & in_k[None, :], other=0)
-    base = out + pid_k.to(tl.int64) * BK * out_stride + pid_m * BM
+    base = out + pid_k.to(tl.int64) * BK * out_stride + pid_m * step
     inside = in_k[:, None] & in_m[None, :]
     tl.store(base + j[:, None] * out_stride + i[None, :], tl.trans(c), mask=inside)
 
@@ -179,16 +184,16 @@ def triton_quantize_joined(
     return [codes.view(dtype), shared, *([codes_t.view(dtype), *own] if both else [])]
 
 
-def triton_join_transposed(codes: list[torch.Tensor]) -> torch.Tensor:
+def triton_join_transposed(codes: list[torch.Tensor], turn: int) -> torch.Tensor:
     wide, cols = sum(c.shape[0] for c in codes), codes[0].shape[1]
     out = torch.empty(cols, wide, dtype=torch.uint8, device=codes[0].device)
-    at = 0
+    at, high = 0, turn or 128
     for c in codes:
-        _join_transpose_kernel[tiles(c.shape[0], cols, 128, 128)](
+        _join_transpose_kernel[tiles(c.shape[0], cols, high, 128)](
             c.contiguous().view(torch.uint8), out[:, at:], c.shape[0], cols, wide,
-            BM=128, BK=128, num_warps=8,
+            turn * len(codes) or high, BM=high, BK=128, num_warps=8,
         )  # fmt: skip
-        at += c.shape[0]
+        at += turn or c.shape[0]
     return out.view(codes[0].dtype)
 
 
@@ -212,9 +217,9 @@ _quantize_joined = operator(
     cuda=triton_quantize_joined,
 )
 _join_transposed = operator(
-    "join_transposed(Tensor[] codes) -> Tensor",
+    "join_transposed(Tensor[] codes, int turn) -> Tensor",
     reference=ref_join_transposed,
-    fake=lambda codes: codes[0].new_empty(codes[0].shape[1], sum(c.shape[0] for c in codes)),
+    fake=lambda codes, turn: codes[0].new_empty(codes[0].shape[1], sum(c.shape[0] for c in codes)),
     cuda=triton_join_transposed,
 )
 
@@ -248,7 +253,15 @@ def quantize_joined(
     return rows, [Quantized(c, s, "tensor") for c, s in pairs]
 
 
-def join_transposed(weights: list[Quantized]) -> Quantized:
-    """weight_i [N_i, K] as one [K, N], exactly; its scale is the first weight's. "tensor" only."""
-    codes = _join_transposed([w.codes for w in weights])
+def join_transposed(weights: list[Quantized], turn: int = 0) -> Quantized:
+    """weight_i [N_i, K] as one [K, N], exactly; its scale is the first weight's. "tensor" only.
+
+    turn: the columns alternate, so many of each weight (a power of two that divides all N_i, which
+    are equal; ValueError otherwise); 0: one weight after the other.
+    """
+    if turn and any(w.codes.shape[0] != weights[0].codes.shape[0] for w in weights):
+        raise ValueError("join_transposed: weights that alternate have one shape")
+    if turn and (weights[0].codes.shape[0] % turn or turn & (turn - 1)):
+        raise ValueError(f"join_transposed: {weights[0].codes.shape[0]} rows in turns of {turn}")
+    codes = _join_transposed([w.codes for w in weights], turn)
     return Quantized(codes, weights[0].scale, "tensor")

@@ -38,13 +38,20 @@ from .swiglu import (
 
 
 class SwigluCodes(NamedTuple):
-    """Outputs of `swiglu_backward_codes`. rows: codes [M, 2F] of [grad_gate | grad_up] under
-    grad_gate's scale, for a GEMM with the joined weights. The rest is transposed, [F, M]."""
+    """Outputs of `swiglu_backward_codes`. rows: codes [M, 2F] of grad_gate and grad_up under
+    grad_gate's scale, for a GEMM with the joined weights; `interleaves` says in which order. The
+    rest is transposed, [F, M]."""
 
     rows: Quantized
     gate_cols: Quantized
     up_cols: Quantized
     h_cols: Quantized
+
+
+def interleaves(features: int) -> bool:
+    """Whether rows of 2F codes alternate between 128 of gate's and 128 of up's, and so lie where the
+    same features of a 2-byte grad_h lay; else all of gate's come first."""
+    return features % BLOCK == 0
 
 
 # ---- reference: the specification and the CPU path ----
@@ -63,7 +70,7 @@ def ref_swiglu_backward_amax(grad_h, gate, gate_scale, up, up_scale) -> torch.Te
 
 
 def ref_swiglu_backward_codes(
-    grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
+    grad_h, gate, gate_scale, up, up_scale, rows_out, amaxes, weight_scales, amax_out,
     grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
 ):  # fmt: skip
     *values, found, _ = ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, None, False)
@@ -75,15 +82,19 @@ def ref_swiglu_backward_codes(
         ref_encode(v.float() * (1.0 / s), grad_format)
         for v, s in zip(values[:2], scales, strict=True)
     )
-    rows = torch.cat([gate_codes.view(torch.uint8), up_codes.view(torch.uint8)], 1)
+    both = [gate_codes.view(torch.uint8), up_codes.view(torch.uint8)]
+    rows = torch.cat(both, 1)
     h_codes = ref_encode(values[2].float() * (1.0 / h_scale), h_format)
-    return [
-        rows.view(gate_codes.dtype),
+    out = [
         ref_transpose_codes(rows).view(gate_codes.dtype),
         ref_transpose_codes(h_codes),
         *(s.reshape(1).clone() for s in scales),
         h_scale,
     ]
+    if interleaves(gate.shape[1]):
+        rows = torch.stack([c.unflatten(1, (-1, BLOCK)) for c in both], 2).flatten(1)
+    rows_out.view(torch.uint8).copy_(rows)
+    return out
 
 
 # ---- Triton ----
@@ -166,13 +177,14 @@ def _store_both(c, rows, cols, M, stride, i, j, in_m, in_k):
 @triton.jit
 def _codes_kernel(
     grad_h, gate, gate_scale, up, up_scale, a_gate, a_up, a_h, w_gate, w_up, new_gate, new_up,
-    rows, cols, h_cols, scale_gate, scale_up, scale_h, M, F,
+    rows, cols, h_cols, scale_gate, scale_up, scale_h, M, F, group_step, up_at,
     GRAD_E4M3: tl.constexpr, GRAD_POW2: tl.constexpr, GRAD_MARGIN: tl.constexpr,
-    H_E4M3: tl.constexpr, H_POW2: tl.constexpr, H_MARGIN: tl.constexpr,
+    H_E4M3: tl.constexpr, H_POW2: tl.constexpr, H_MARGIN: tl.constexpr, OVER: tl.constexpr,
     HARDWARE: tl.constexpr, BM: tl.constexpr, BF: tl.constexpr,
 ):  # fmt: skip
-    """rows [M, 2F], cols [2F, M], h_cols [F, M]. new_gate, new_up: where the gradients' own amaxes
-    go, or None."""
+    """rows [M, 2F], cols [2F, M], h_cols [F, M]. group_step, up_at: codes from one group of gate to
+    the next, and from gate's to up's. OVER: rows is the memory of grad_h. new_gate, new_up: where
+    the gradients' own amaxes go, or None."""
     if new_gate is not None:
         seen_gate, seen_up = tl.load(new_gate), tl.load(new_up)
     s_gate = joined_scale(
@@ -196,19 +208,22 @@ def _codes_kernel(
         i[:, None] * F + j[None, :], (pid_m * BM + i) * groups + group,
         in_m[:, None] & in_k[None, :], in_m,
     )  # fmt: skip
+    if OVER:
+        # The tile's own bytes are written below: every thread must have read its part before.
+        tl.debug_barrier()
     grad_gate, grad_up, h = _gradients(grad, g, u)
     dtype: tl.constexpr = grad_h.dtype.element_ty
     grad_gate, grad_up, h = grad_gate.to(dtype), grad_up.to(dtype), h.to(dtype)
     if new_gate is not None:
         raise_amax(new_gate, seen_gate, top_magnitude(grad_gate))
         raise_amax(new_up, seen_up, top_magnitude(grad_up))
-    rows += pid_m * BM * 2 * F + group * BF
+    rows += pid_m * BM * 2 * F + group * group_step
     turned = group.to(tl.int64) * BF * M + pid_m * BM
     turned_up = (group.to(tl.int64) * BF + F) * M + pid_m * BM
     c = encode(grad_gate.to(tl.float32) * tl.div_rn(1.0, s_gate), GRAD_E4M3, HARDWARE)
     _store_both(c, rows, cols + turned, M, 2 * F, i, j, in_m, in_k)
     c = encode(grad_up.to(tl.float32) * tl.div_rn(1.0, s_up), GRAD_E4M3, HARDWARE)
-    _store_both(c, rows + F, cols + turned_up, M, 2 * F, i, j, in_m, in_k)
+    _store_both(c, rows + up_at, cols + turned_up, M, 2 * F, i, j, in_m, in_k)
     c = encode(h.to(tl.float32) * tl.div_rn(1.0, s_h), H_E4M3, HARDWARE)
     _store_both(c, None, h_cols + turned, M, 0, i, j, in_m, in_k)
 
@@ -245,31 +260,33 @@ def triton_swiglu_backward_amax(grad_h, gate, gate_scale, up, up_scale) -> torch
 
 
 def triton_swiglu_backward_codes(
-    grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
+    grad_h, gate, gate_scale, up, up_scale, rows_out, amaxes, weight_scales, amax_out,
     grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
 ):  # fmt: skip
     if not grad_h.numel():
         return ref_swiglu_backward_codes(
-            grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
+            grad_h, gate, gate_scale, up, up_scale, rows_out, amaxes, weight_scales, amax_out,
             grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
         )  # fmt: skip
     M, F = grad_h.shape
-    rows, cols, h_cols = (
-        torch.empty(shape, dtype=torch.uint8, device=grad_h.device)
-        for shape in ((M, 2 * F), (2 * F, M), (F, M))
+    cols, h_cols = (
+        torch.empty(shape, dtype=torch.uint8, device=grad_h.device) for shape in ((2 * F, M), (F, M))
     )
     scales = [torch.empty(1, dtype=torch.float32, device=grad_h.device) for _ in range(3)]
+    step, up_at = (2 * BLOCK, BLOCK) if interleaves(F) else (BLOCK, F)
     _codes_kernel[tiles(M, F, _ROWS, BLOCK)](
         grad_h.contiguous(), gate.contiguous(), gate_scale, up.contiguous(), up_scale,
         *(a.view(torch.int32) for a in amaxes), *weight_scales,
-        *([a.view(torch.int32) for a in amax_out] or [None, None]), rows, cols, h_cols, *scales, M, F,
+        *([a.view(torch.int32) for a in amax_out] or [None, None]),
+        rows_out.view(torch.uint8), cols, h_cols, *scales, M, F, step, up_at,
         GRAD_E4M3=grad_format == "e4m3", GRAD_POW2=grad_pow2, GRAD_MARGIN=grad_margin,
         H_E4M3=h_format == "e4m3", H_POW2=h_pow2, H_MARGIN=h_margin,
+        OVER=rows_out.data_ptr() == grad_h.data_ptr(),
         HARDWARE=converts_fp8(grad_h.device), BM=_ROWS, BF=BLOCK, num_warps=8,
         maxnreg=_REGISTERS,
     )  # fmt: skip
     grad_dtype, h_dtype = FORMATS[grad_format].dtype, FORMATS[h_format].dtype
-    return [rows.view(grad_dtype), cols.view(grad_dtype), h_cols.view(h_dtype), *scales]
+    return [cols.view(grad_dtype), h_cols.view(h_dtype), *scales]
 
 
 # ---- operators ----
@@ -290,13 +307,12 @@ def _fake_forward(gate, up, past, amax_out, format, pow2, margin, keep_codes):
 
 
 def _fake_codes(
-    grad_h, gate, gate_scale, up, up_scale, amaxes, weight_scales, amax_out,
+    grad_h, gate, gate_scale, up, up_scale, rows_out, amaxes, weight_scales, amax_out,
     grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
 ):  # fmt: skip
     rows, cols = grad_h.shape
     grad, h = FORMATS[grad_format].dtype, FORMATS[h_format].dtype
     return [
-        grad_h.new_empty(rows, 2 * cols, dtype=grad),
         grad_h.new_empty(2 * cols, rows, dtype=grad),
         grad_h.new_empty(cols, rows, dtype=h),
         *(grad_h.new_empty(1, dtype=torch.float32) for _ in range(3)),
@@ -318,9 +334,9 @@ _backward_amax = operator(
     cuda=triton_swiglu_backward_amax,
 )
 _backward_codes = operator(
-    f"swiglu_backward_codes({_KEPT}, Tensor[] amaxes, Tensor[] weight_scales, "
+    f"swiglu_backward_codes({_KEPT}, Tensor(b!) rows_out, Tensor[] amaxes, Tensor[] weight_scales, "
     "Tensor(a!)[] amax_out, str grad_format, bool grad_pow2, int grad_margin, str h_format, "
-    "bool h_pow2, int h_margin) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool h_pow2, int h_margin) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     reference=ref_swiglu_backward_codes,
     fake=_fake_codes,
     cuda=triton_swiglu_backward_codes,
@@ -367,17 +383,25 @@ def swiglu_backward_codes(
     h_cast: Cast,
     *,
     amax_out: Sequence[torch.Tensor] = (),
+    over: bool = False,
 ) -> SwigluCodes:
     """Codes of grad_gate, grad_up (scales joined under the two weights' scales) and h.
 
     kept: gate and up, codes and scale each, as `swiglu` gave them. amaxes: fp32 (1,) of grad_gate,
     grad_up and h, which set the scales. amax_out: fp32 (1,) two, raised to the two gradients' amaxes.
+    over: nobody reads grad_h after this, and rows take its memory where they fit.
     Casts per tensor and to nearest; ValueError otherwise.
     """
     _check(grad_cast)
     _check(h_cast)
-    rows, cols, h_cols, s_gate, s_up, s_h = _backward_codes(
-        grad_h, *kept, amaxes, weight_scales, list(amax_out),
+    M, F = grad_h.shape
+    dtype = FORMATS[grad_cast.format].dtype
+    if over and interleaves(F) and grad_h.element_size() == 2 and grad_h.is_contiguous():
+        rows = grad_h.view(dtype)
+    else:
+        rows = grad_h.new_empty(M, 2 * F, dtype=dtype)
+    cols, h_cols, s_gate, s_up, s_h = _backward_codes(
+        grad_h, *kept, rows, amaxes, weight_scales, list(amax_out),
         grad_cast.format, grad_cast.scale_kind == "pow2", grad_cast.margin,
         h_cast.format, h_cast.scale_kind == "pow2", h_cast.margin,
     )  # fmt: skip

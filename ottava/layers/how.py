@@ -144,6 +144,7 @@ def gated_grad_codes(
 ) -> SwigluCodes:
     """Codes of the gradients of gate and up, joined, and of h, for hows of gate, up and down whose
     recipe `joins`. kept: gate and up as `swiglu` kept them; weights: codes of gate's and up's.
+    grad_h is written over.
 
     Scales come from earlier steps where scaling is delayed and all of them are known, else from a
     pass over the same operands. h's are delayed as in forward, and only forward records its amax.
@@ -161,7 +162,7 @@ def gated_grad_codes(
             how.history.record(2, amax)
     return swiglu_backward_codes(
         grad_h, kept, amaxes, [w.scale for w in weights], recipe.grad_output, recipe.input,
-        amax_out=found,
+        amax_out=found, over=True,
     )  # fmt: skip
 
 

@@ -18,7 +18,8 @@ from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
 from ..kernels.joined import join_transposed
-from ..kernels.swiglu_codes import swiglu_codes
+from ..kernels.swiglu_codes import interleaves, swiglu_codes
+from ..numerics.formats import BLOCK
 from ..numerics.recipe import Recipe
 from ..stretch import ends_after
 from .autocast import recipe_in_force
@@ -64,7 +65,7 @@ class GatedMLPFunction(torch.autograd.Function):
         wants_x, *wants_w = ctx.needs_input_grad[:4]
         kept = how_gate.kept(kept, kept_scale)
         if ctx.recompute:
-            gate_up = _again(kept, w_gate, w_up, ctx.hows)
+            gate_up = list(_again(kept, w_gate, w_up, ctx.hows))
         grad_MH, none = grad_MH.contiguous(), [None] * 6
         if all(ctx.needs_input_grad[:4]) and joins(how_gate.recipe):
             weights = (w_gate, w_up, w_down)
@@ -106,13 +107,14 @@ def _backward_in_codes(hows, grad_MH, kept: Kept, gate_up, weights):
     del rows
     w_codes = [weight_rows(w, how_gate.recipe.weight) for w in (w_gate, w_up)]
     codes = gated_grad_codes(hows, grad_h, gate_up, w_codes)
+    gate_up.clear()  # the caller's, which goes here where it was made again
     del grad_h
     grad_down = how_down.grad_weight(grad_MH, cols, codes.h_cols, w_down)
     rows, gate_cols, up_cols = codes[:3]
     del cols, codes
     grad_x = gemm(
         rows,
-        join_transposed(w_codes),
+        join_transposed(w_codes, BLOCK if interleaves(w_gate.shape[0]) else 0),
         out_dtype=how_gate.dtype,
         fast_accum=how_gate.recipe.grad_input.fast_accum,
     )
