@@ -1,6 +1,7 @@
 """The command line: `ottava doctor | plan | compare | sweep | train | report | diagnose | export`.
 
-Exit codes: 0 done, 1 the run failed, 2 the request was wrong; 130 after Ctrl-C, 143 after SIGTERM.
+Exit codes: 0 done, 1 the run failed, 2 the request was wrong; 130 after Ctrl-C, 143 after SIGTERM,
+138 after SIGUSR1 (a scheduler's warning): saved, and the same command continues.
 An error is one line on stderr (`ottava --debug ...` adds the traceback). With --json the result is
 one JSON object on stdout, and everything else goes to stderr.
 

@@ -385,7 +385,8 @@ def test_recompute_changes_no_number(tmp_path, preset, recompute):
 
 def test_interrupted_once_it_finishes_the_step_and_saves(tmp_path):
     run = tiny_run(tmp_path, steps=5)
-    for number, name, code in ((signal.SIGINT, "SIGINT", 130), (signal.SIGTERM, "SIGTERM", 143)):
+    for name, code in (("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)):
+        number = signal.Signals[name]
         t = Trainer(run)
         begun, step_once = t.step, t.step_once
 

@@ -51,7 +51,7 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        """0 done; 130 after Ctrl-C, 143 after SIGTERM."""
+        """0 done; 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1."""
         return EXIT_CODES[self.stopped_by] if self.stopped_by else 0
 
 

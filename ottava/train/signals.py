@@ -1,8 +1,9 @@
 """What a run does when it is told to stop.
 
-Ctrl-C (SIGINT) once, or SIGTERM: the running step finishes, a checkpoint is saved, the run ends.
-Ctrl-C twice: the process exits at once; the last checkpoint on the disk is whole (see
-checkpoint.py). Exit codes: 130 after Ctrl-C, 143 after SIGTERM, as shells report them.
+Ctrl-C (SIGINT) once, SIGTERM, or SIGUSR1 (what schedulers send before a job's time is over): the
+running step finishes, a checkpoint is saved, the run ends. Ctrl-C twice: the process exits at once;
+the last checkpoint on the disk is whole (see checkpoint.py). Exit codes: 130 after Ctrl-C, 143 after
+SIGTERM, 138 after SIGUSR1, as shells report them; the same command then continues the run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from types import FrameType
 
 from ..distributed.strategy import Strategy
 
-EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
+EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143, "SIGUSR1": 138}
 
 
 def agreed(requested: str | None, strategy: Strategy) -> str | None:
@@ -36,7 +37,7 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in map(signal.Signals.__getitem__, EXIT_CODES):
                 self._before[number] = signal.signal(number, self._handle)
         return self
 
