@@ -37,7 +37,9 @@ def test_compiled_training_is_eager_training(tmp_path):
     counters.clear()
     want, products = run(tmp_path)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        got, compiled_products = run(tmp_path, torch_compile=True, torch_compile_backend="eager")
+        got, compiled_products = run(
+            tmp_path, torch_compile=True, torch_compile_backend="aot_eager"
+        )
     assert got == pytest.approx(want, abs=0.02) and got[-1] < got[0] - 0.1
     assert 0 < counters["stats"]["unique_graphs"] <= 4  # the model, and what is around its head
     assert compiled_products >= products
