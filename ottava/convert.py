@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -30,7 +31,7 @@ from .layers.weights import mark, unmark, weight_values
 from .numerics.policy import Plan, Policy, Row, get_policy
 from .numerics.preset import RECOMPUTES
 from .numerics.recipe import Recipe, get_recipe
-from .numerics.resolve import BEFORE, original_class, resolve
+from .numerics.resolve import original_class, resolve
 
 _CLASSES = {
     "linear": Linear,
@@ -75,7 +76,7 @@ def plan(
     made = resolve(model, chosen, emulated=emulated, recompute=recompute)
     for row in made.rows:
         if row.kind in ("norm", "layernorm") and row.recipe and _hides(model, row):
-            made = made.demote(row.name, _HIDDEN)
+            made = made.with_row(replace(row, recipe=None, reason=_HIDDEN, kept="", plain=True))
     why = why_whole(model)
     return made if why is None else made.explain("causal_lm", f"head not in chunks: {why}")
 
@@ -138,7 +139,7 @@ _plan = plan
 
 def _warn_of_earlier(plan: Plan) -> None:
     """No conversion undoes another; where this one was to keep what another converted, say so."""
-    before = [r.name for r in plan.rows if r.kept.endswith(BEFORE)]
+    before = [r.name for r in plan.rows if r.earlier]
     if before:
         warnings.warn(
             f"convert: {before[0]} and {len(before) - 1} more that this plan keeps are in 8 bits "
@@ -148,7 +149,7 @@ def _warn_of_earlier(plan: Plan) -> None:
 
 
 def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) -> None:
-    if row.reason.startswith("kept by"):
+    if row.plain:
         return _tag_parameters(module, row, number)
     if row.kind == "causal_lm":
         return _swap_causal_lm(module)
@@ -157,8 +158,6 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
     if row.kind == "attention" and original_class(module).__module__.startswith("transformers."):
         return attention_layer.convert_hf(module, row.recipe, _out_cast(row, plan))
     target = _CLASSES.get(row.kind)
-    if row.reason == _HIDDEN:
-        target = None
     if target is None or (row.recipe is None and row.kind in ("mlp", "attention", "experts")):
         return _tag_parameters(module, row, number)
     if row.kind == "linear" and row.recipe is None and original_class(module) is not nn.Linear:

@@ -52,7 +52,8 @@ def get_policy(name: str | Policy, **changes) -> Policy:
 class Row:
     """One module of the plan. `recipe` is None where it stays in high precision; then `reason`
     says why. `kept` names what the module keeps for backward. `params` counts its own parameters;
-    `flops` is multiply-adds x 2 of its forward GEMMs per token."""
+    `flops` is multiply-adds x 2 of its forward GEMMs per token. `plain`: conversion leaves it its
+    class. `earlier`: an earlier conversion gave it its recipe."""
 
     name: str
     kind: str
@@ -62,6 +63,13 @@ class Row:
     kept: str = ""
     params: int = 0
     flops: int = 0
+    plain: bool = False
+    earlier: bool = False
+
+    @property
+    def label(self) -> str:
+        """Why it stays in high precision, or what it keeps."""
+        return self.reason or self.kept + ("; converted before" if self.earlier else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,12 +114,11 @@ class Plan:
 
     def demote(self, name: str, reason: str) -> Plan:
         """A plan in which row `name` stays in high precision, for `reason`."""
-        self[name]
-        rows = tuple(
-            replace(r, recipe=None, reason=reason, kept="") if r.name == name else r
-            for r in self.rows
-        )
-        return replace(self, rows=rows)
+        return self.with_row(replace(self[name], recipe=None, reason=reason, kept=""))
+
+    def with_row(self, row: Row) -> Plan:
+        """A plan with `row` in place of the one of its name."""
+        return replace(self, rows=tuple(row if r.name == row.name else r for r in self.rows))
 
     def explain(self, kind: str, reason: str) -> Plan:
         """A plan in which the rows of `kind` carry this reason."""
@@ -122,8 +129,7 @@ class Plan:
         """Plain data (JSON); `Plan.from_dict` reads it back equal."""
         rows = []
         for r in self.rows:
-            row = {k: getattr(r, k) for k in ("name", "kind", "reason", "kept", "params", "flops")}
-            row["shape"] = list(r.shape)
+            row = {**vars(r), "shape": list(r.shape)}
             row["recipe"] = recipe_to_dict(r.recipe) if r.recipe else None
             rows.append(row)
         head = {k: getattr(self, k) for k in ("policy", "emulated", "recompute")}
@@ -152,7 +158,9 @@ class Plan:
             if a is None or b is None:
                 return f"{name}: only in {'the second' if a is None else 'the first'} plan"
             if (a.kind, a.shape, a.recipe) != (b.kind, b.shape, b.recipe):
-                return f"{name}: {a.kind} {a.shape} {a.recipe} against {b.kind} {b.shape} {b.recipe}"
+                return (
+                    f"{name}: {a.kind} {a.shape} {a.recipe} against {b.kind} {b.shape} {b.recipe}"
+                )
         return None
 
     def __str__(self) -> str:
@@ -164,7 +172,7 @@ class Plan:
                 how += " (emulated)"
             shape = "x".join(map(str, r.shape))
             label = name if len(rows) == 1 else f"{name} ({len(rows)}x)"
-            lines.append(f"{label:44} {r.kind:10} {shape:18} {how:30} {r.reason or r.kept}".rstrip())
+            lines.append(f"{label:44} {r.kind:10} {shape:18} {how:30} {r.label}".rstrip())
         return "\n".join(lines + [self.summary()])
 
     def groups(self) -> list[tuple[str, list[Row]]]:
@@ -172,7 +180,7 @@ class Plan:
         out: dict[tuple, tuple[str, list[Row]]] = {}
         for r in self.rows:
             name = ".".join("*" if p.isdigit() else p for p in r.name.split("."))
-            key = (name, r.kind, r.shape, r.recipe, r.reason, r.kept)
+            key = (name, r.kind, r.shape, r.recipe, r.label)
             out.setdefault(key, (name, []))[1].append(r)
         return list(out.values())
 

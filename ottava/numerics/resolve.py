@@ -32,7 +32,6 @@ _RMS_CLASSES = {"torch.nn.modules.normalization.RMSNorm"} | {
     }.items()
 }
 _MODELS, _LAYERS = "ottava.models.", "ottava.layers."
-BEFORE = "; converted before"  # in `Row.kept`, of what an earlier conversion made
 # Fused 3-D experts whose forward is down(silu(gate) * up) per expert, without bias.
 _EXPERTS = {
     f"transformers.models.{m}.modeling_{m}.{c}Experts"
@@ -183,8 +182,8 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
     if glob is not None:
         recipe = module.__dict__.get("recipe") if "_ottava_class" in module.__dict__ else None
         if recipe is not None:  # no conversion undoes another
-            return replace(row, recipe=recipe, kept=_kept(recipe) + BEFORE)
-        return replace(row, reason=f"kept by {glob!r}")
+            return replace(row, recipe=recipe, kept=_kept(recipe), earlier=True)
+        return replace(row, reason=f"kept by {glob!r}", plain=True)
     if kind in ("embedding", "router"):
         return replace(row, reason=f"{kind}: high by policy {policy.name!r}")
     if kind == "block":
@@ -241,7 +240,7 @@ def _second_pass(rows: list[Row], modules: dict[str, nn.Module]) -> list[Row]:
 def _dependent(row: Row, modules: dict[str, nn.Module], planned: dict[str, Row]) -> Row:
     parent = row.name.rpartition(".")[0]
     near = [r for r in planned.values() if _within(r.name, parent, 2) and r.recipe]
-    if row.reason.startswith("kept by"):
+    if row.plain:
         return row
     if row.kind in ("norm", "layernorm"):
         width = row.shape[0] if row.shape else 0
@@ -261,7 +260,9 @@ def _dependent(row: Row, modules: dict[str, nn.Module], planned: dict[str, Row])
         return replace(row, reason=f"not fused: {why}")
     if row.kind == "attention":
         if near and near[0].recipe.keeps_codes:
-            return replace(row, recipe=near[0].recipe, kept="q, k, v in int8 per head row; output codes")
+            return replace(
+                row, recipe=near[0].recipe, kept="q, k, v in int8 per head row; output codes"
+            )
         return replace(row, reason="no 8-bit linear beside it")
     return row
 
