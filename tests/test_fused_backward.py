@@ -56,7 +56,7 @@ def test_fused_step_runs_hooks_once_and_refuses_accumulation():
     x = torch.randn(4, 64)
     model(x).sum().backward()
     assert calls == []
-    opt.finish_fused_step()
+    opt.step()
     assert calls == [1]
     model(x).sum().backward()
     with pytest.raises(RuntimeError, match="cannot be accumulated"):

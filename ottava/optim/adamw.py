@@ -134,13 +134,6 @@ class AdamW(torch.optim.Optimizer):
             self.fused.finish()
         return loss
 
-    def finish_fused_step(self) -> None:
-        """End a step that ran inside backward: step hooks run once, as after any step.
-
-        The same as `step()`, so that a loop written for a plain optimizer needs no change.
-        """
-        self.step()
-
     @torch.no_grad()
     def update(
         self,
