@@ -152,9 +152,8 @@ def _swiglu_amax(t: Tensors) -> tuple[Tensor, ...]:
 
 
 def _swiglu_codes_inputs(size: Size, generator: torch.Generator) -> Tensors:
-    t = _swiglu_backward_inputs(size, generator)
-    t["amax"] = _swiglu_amax(t)[0]
-    return t | {"weights": torch.tensor([2.0**-9, 2.0**-8])}
+    amax, weights = torch.tensor([8.0, 8.0, 16.0]), torch.tensor([2.0**-9, 2.0**-8])
+    return _swiglu_backward_inputs(size, generator) | {"amax": amax, "weights": weights}
 
 
 def _swiglu_codes(t: Tensors) -> tuple[Tensor, ...]:
