@@ -246,6 +246,7 @@ def _too_fast(run):
       setting="precision.recipe=tensor")  # fmt: skip
 def _clipped_late(run):
     run.config["precision"]["recipe"] = "delayed"
+    run.looks[40]["rows"]["layers.0.qkv_proj"]["input"]["saturated"] = 0.02
     run.looks[60]["rows"]["layers.0.qkv_proj"]["input"] |= {"saturated": 0.2, "error_db": 9.0}
 
 
@@ -253,6 +254,7 @@ def _clipped_late(run):
     "saturation", says="5.0% of layers.1.o_proj's weight", setting="precision.keep=layers.1.o_proj"
 )
 def _clipped(run):
+    run.looks[20]["rows"]["layers.1.o_proj"]["weight"]["saturated"] = 0.03
     run.looks[60]["rows"]["layers.1.o_proj"]["weight"]["saturated"] = 0.05
 
 
@@ -271,6 +273,7 @@ def _lost_in_blocks(run):
 
 @case("noisy-cast", says="has 6.0 dB", setting="precision.keep=layers.0.o_proj")
 def _noise(run):
+    run.looks[60]["rows"]["layers.0.o_proj"]["output"]["error_db"] = 8.0
     run.looks[80]["rows"]["layers.0.o_proj"]["output"]["error_db"] = 6.0
 
 
@@ -283,7 +286,9 @@ def _still(run):
 
 
 @case(
-    "moments-lost", says="layers.0.o_proj.weight's first moment are zero and 60%", setting="optimizer.states=fp32"
+    "moments-lost",
+    says="layers.0.o_proj.weight's first moment are zero and 60%",
+    setting="optimizer.states=fp32",
 )
 def _moments(run):
     run.looks[100]["parameters"]["layers.0.o_proj.weight"]["v_zero"] = 0.6
@@ -458,7 +463,11 @@ def test_a_real_run_that_is_short_and_good_has_no_findings(tmp_path):
     assert diagnose(run.out) == []
 
 
-def test_a_few_overflows_at_first_and_a_short_run_are_nothing(tmp_path):
+def test_a_few_overflows_clipping_once_and_a_short_run_are_nothing(tmp_path):
+    run = Run()
+    run.config["precision"]["recipe"] = "delayed"
+    run.looks[20]["rows"]["layers.1.o_proj"]["input"]["saturated"] = 0.05
+    assert diagnose(run.write(tmp_path / "c")) == []
     run = Run("amp-fp16")
     run.bad(1, 2, 3)
     assert diagnose(run.write(tmp_path / "a")) == []
@@ -483,7 +492,8 @@ def test_findings_come_worst_first_and_are_plain_data(tmp_path):
     run = Run()
     run.bad(50, 61, 72, first_bad=["layers.1.mlp", "output"])
     run.end = None
-    run.looks[60]["rows"]["layers.1.o_proj"]["weight"]["saturated"] = 0.05
+    for n in (60, 80):
+        run.looks[n]["rows"]["layers.1.o_proj"]["weight"]["saturated"] = 0.05
     found = diagnose(run.write(tmp_path))
     assert [f.level for f in found] == ["error", "warning", "note"]
     json.dumps([asdict(f) for f in found])

@@ -163,6 +163,17 @@ class Facts:
                         found = (float(value), row, operand, line["step"])
         return found
 
+    def looks(
+        self, row: str, operand: str, name: str, bad: Callable[[float], bool]
+    ) -> tuple[int, int]:
+        """(looks in which an operand's number is bad, looks that have it)."""
+        values = []
+        for line in self.observed:
+            value = (line.get("rows") or {}).get(row, {}).get(operand, {}).get(name)
+            if isinstance(value, int | float):
+                values.append(float(value))
+        return sum(map(bad, values)), len(values)
+
     def parameters(self, name: str) -> dict[str, list[float]]:
         """A parameter's number over the steps that were looked into."""
         out: dict[str, list[float]] = {}

@@ -17,7 +17,14 @@ def _saturated(facts: Facts, delayed: bool) -> Seen | None:
     share, row, operand, step = facts.worst("saturated")
     if share <= SATURATED or (facts.recipe == "delayed") is not delayed:
         return None
-    return Seen(f"{share:.1%} of {row}'s {operand} were clipped at step {step}", {"row": row})
+    often, looks = facts.looks(row, operand, "saturated", lambda x: x > SATURATED)
+    if often < min(2, looks):  # once, as at the start of delayed scaling, passes by itself
+        return None
+    return Seen(
+        f"{share:.1%} of {row}'s {operand} were clipped at step {step}, and more than "
+        f"{SATURATED:.0%} in {often} of {looks} looks",
+        {"row": row},
+    )
 
 
 def _saturated_late(facts: Facts) -> Seen | None:
@@ -52,6 +59,10 @@ def _noisy(facts: Facts) -> Seen | None:
     if worst is None:
         return None
     _, db, row, operand, step = worst
+    least = LEAST_DB.get(operand, _OTHER_DB)
+    often, looks = facts.looks(row, operand, "error_db", lambda x: x < least)
+    if often < min(2, looks):
+        return None
     return Seen(
         f"the {operand} of {row} has {db:.1f} dB of signal over noise at step {step}; a good cast "
         "has 25 to 31",
