@@ -22,7 +22,7 @@ from .layers import attention as attention_layer
 from .layers.decoder import Block, block_class, link_blocks
 from .layers.embedding import Embedding
 from .layers.experts import Experts
-from .layers.head import ChunkedCausalLM, chunked_class, why_whole
+from .layers.head import ChunkedCausalLM, chunk_head, why_whole
 from .layers.linear import Linear, run_together
 from .layers.mixed import mixed_class
 from .layers.mlp import GatedMLP
@@ -195,11 +195,10 @@ def _swap(module: nn.Module, target: type, settings: dict) -> None:
 
 
 def _swap_causal_lm(model: nn.Module) -> None:
-    cls = type(model)
-    if not issubclass(cls, ChunkedCausalLM) and why_whole(model) is None:
-        model.__dict__["_ottava_class"] = cls
+    if not isinstance(model, ChunkedCausalLM) and why_whole(model) is None:
+        model.__dict__["_ottava_class"] = type(model)
         model.__dict__["_ottava_settings"] = ("logits_in_eval",)
-        model.__class__ = chunked_class(cls)
+        chunk_head(model)
 
 
 def _join_projections(modules: dict[str, nn.Module], name: str) -> None:

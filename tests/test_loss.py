@@ -320,10 +320,6 @@ def test_models_give_the_same_loss_and_gradients(make, count):
     assert isinstance(out, tuple) and torch.equal(loss, out[0].detach())
     torch.testing.assert_close(loss, expected)
     assert model(ids).logits.shape == (2, 9, 50)
-    torch.testing.assert_close(head.causal_loss(model, ids, labels, count), expected)
-    head.unchunk_head(model)
-    torch.testing.assert_close(head.causal_loss(model, ids, labels, count), expected)
-    assert type(model).forward is not head.ChunkedCausalLM.forward
     assert "forward" not in head.output_head(model).__dict__
 
 
@@ -340,7 +336,6 @@ def test_mimo(count, blocks):
     inputs = {"input_ids": ids, "labels": labels, "num_items_in_batch": count}
     out, expected, grads = loss_and_grads(model, **inputs)
     assert out.logits is not None and (out.mtp_loss is not None) == (blocks > 0)
-    torch.testing.assert_close(head.causal_loss(model, ids, labels, count), expected)
     out, loss, got = loss_and_grads(head.chunk_head(model), **inputs)
     torch.testing.assert_close(loss, expected)
     assert out.logits is None and model.eval()(ids).logits is not None
@@ -380,13 +375,13 @@ def test_shift_labels_and_ignore_index():
 
 def test_hooks_on_the_head_still_run():
     """Sharding gathers a head's weight in such hooks, and may hand on a view of the output."""
-    model = llama()
+    model = head.chunk_head(llama())
     ids, labels = batch()
-    expected, seen = head.causal_loss(model, ids, labels), []
+    expected, seen = model(ids, labels=labels).loss, []
     model.lm_head.register_forward_pre_hook(lambda m, args: seen.append("before"))
     model.lm_head.register_forward_hook(lambda m, args, out: out.view_as(out))
     model.lm_head.register_full_backward_hook(lambda m, grads, outs: seen.append("backward"))
-    loss = head.causal_loss(model, ids, labels)
+    loss = model(ids, labels=labels).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     assert seen == ["before", "backward"]

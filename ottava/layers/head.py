@@ -287,28 +287,3 @@ def chunk_head(model: nn.Module) -> nn.Module:
     if not isinstance(model, ChunkedCausalLM):
         model.__class__ = chunked_class(type(model))
     return model
-
-
-def unchunk_head(model: nn.Module) -> nn.Module:
-    """Undo `chunk_head`."""
-    if isinstance(model, ChunkedCausalLM):
-        model.__class__ = model._ottava_plain_class
-    return model
-
-
-def causal_loss(model, input_ids, labels, num_valid=None, **model_kwargs) -> torch.Tensor:
-    """The loss (0-dim FP32) of a causal LM on labels [B, T], shifted here, from its head in chunks.
-
-    `model` may be wrapped (DDP, a compiled module), its class may be swapped or not. num_valid as in
-    `head_loss`; other keywords go to the model. Raises ValueError where the head does not allow it.
-    """
-    if num_valid is not None:
-        model_kwargs["num_items_in_batch"] = num_valid
-    inner = getattr(model, "module", model)
-    inner = getattr(inner, "_orig_mod", inner)
-    cls = type(inner)
-    chunk_head(inner)
-    try:
-        return model(input_ids, labels=labels, **model_kwargs).loss
-    finally:
-        inner.__class__ = cls
