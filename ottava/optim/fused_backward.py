@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from ..kernels.gradient import measure_gradient
-from .adamw import AdamW
+from .adamw import AdamW, local
 from .clip import clip_factor
 
 CLIPS = (None, "previous", "tensor")
@@ -61,7 +61,7 @@ def fuse_backward(
                 f"fuse_backward: {name} has a post-accumulate gradient hook already: something "
                 "else reads its gradient after backward; remove that first"
             )
-        if hasattr(p, "_local_tensor") or isinstance(model, nn.parallel.DistributedDataParallel):
+        if local(p) is not p or isinstance(model, nn.parallel.DistributedDataParallel):
             raise ValueError(
                 f"fuse_backward: gradients of {name} are reduced over ranks after backward; "
                 "use the optimizer without it"
@@ -103,10 +103,7 @@ class FusedBackward:
         # Autograd holds hooks where Python's collector does not look: a strong one would keep the
         # parameters, and with them the whole model and its moments, alive for ever.
         hook = weakref.WeakMethod(self._hook)
-        self._hooks = [
-            p.register_post_accumulate_grad_hook(_weakly(hook))
-            for p in self._groups
-        ]
+        self._hooks = [p.register_post_accumulate_grad_hook(_weakly(hook)) for p in self._groups]
         opt.fused = self
 
     @torch.no_grad()

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from .adamw import local
+
 _STATE = ("scale", "growth_tracker", "hysteresis_left", "skipped")
 
 
@@ -180,7 +182,7 @@ def _by_kind(optimizer: torch.optim.Optimizer) -> dict[tuple, list[torch.Tensor]
     for group in optimizer.param_groups:
         for p in group["params"]:
             if p.grad is not None:
-                g = getattr(p.grad, "_local_tensor", p.grad)
+                g = local(p.grad)
                 kinds.setdefault((g.device, g.dtype), []).append(g)
     return kinds
 
