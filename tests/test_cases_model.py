@@ -225,6 +225,14 @@ def test_copies_that_forget_or_share():
     with torch.device("meta"):
         bare = ottava.convert(toy())
     bare.load_state_dict(model.state_dict(), assign=True)
+    marks = [
+        [
+            (p.__dict__.get("_ottava_cast"), p.__dict__.get("_ottava_fp32", False))
+            for p in m.parameters()
+        ]
+        for m in (model, twin, bare)
+    ]
+    assert marks[0] == marks[1] == marks[2] and any(cast for cast, _ in marks[0])
     for other in (twin, bare):
         ottava.AdamW(other.parameters(), master="split16", states="8bit")
         routers = [m for m in other.modules() if isinstance(m, Router)]

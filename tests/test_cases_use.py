@@ -76,10 +76,9 @@ def test_compiled_steps_equal_eager_ones(name, master):
     coded = model[0].weight.dtype == torch.float8_e4m3fn  # those linears run between graphs
     compiled = torch.compile(model, backend=counter, fullgraph=not coded)
     for tokens in (16, 32, 48, 48, 48):
-        results = []
-        for run in (compiled, model):
-            x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(tokens))
-            x.requires_grad_()
+        results, x = [], torch.randn(tokens, 64, requires_grad=True)
+        for run in (model, compiled):  # the same tensor, which carries codes from the first run
+            x.grad = None
             y = run(x)
             y.square().sum().backward()
             results.append([y, x.grad, *(p.grad.clone() for p in model.parameters())])

@@ -65,8 +65,12 @@ class Router(nn.Module):
             param._ottava_fp32 = True
 
     def __setstate__(self, state):
-        """A copy's weight must stay FP32 in the optimizer too."""
+        """A copy's weight must stay FP32 in the optimizer too; as must one that is assigned."""
         super().__setstate__(state)
+        self.weight._ottava_fp32 = True
+
+    def _load_from_state_dict(self, *args):
+        super()._load_from_state_dict(*args)
         self.weight._ottava_fp32 = True
 
     def _apply(self, fn, recurse=True):
