@@ -31,7 +31,7 @@ from .layers.weights import mark, unmark, weight_values
 from .numerics.policy import Plan, Policy, Row, get_policy
 from .numerics.preset import RECOMPUTES
 from .numerics.recipe import Recipe, get_recipe
-from .numerics.resolve import original_class, resolve
+from .resolve import original_class, resolve
 
 _CLASSES = {
     "linear": Linear,

@@ -22,7 +22,7 @@ from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm, has_fp8_unit
 from ..layers.autocast import HIGH
 from ..numerics.policy import get_policy
-from ..numerics.resolve import resolve
+from ..resolve import resolve
 
 _SIDE = {"cuda": 8192, "cpu": 768}
 _REPEATS = 5

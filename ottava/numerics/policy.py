@@ -1,6 +1,6 @@
 """Policy and plan: which module computes and is stored in what, decided before anything runs.
 
-`resolve(model, policy)` looks at every module once and gives a `Plan`: one row per module that
+`resolve(model, policy)` (resolve.py) looks at every module once and gives a `Plan`: one row per module that
 matters, with a recipe, or without one and the reason. The same plan is printed, applied by
 convert, priced by the planner, stored in checkpoints, and names the rows of the monitoring.
 Nothing here allocates or changes a module, so it works on meta tensors.

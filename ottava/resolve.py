@@ -13,8 +13,8 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .policy import Plan, Policy, Row
-from .recipe import Recipe
+from .numerics.policy import Plan, Policy, Row
+from .numerics.recipe import Recipe
 
 # Norm classes whose forward is exactly x / rms(x) * weight (no 1 + weight, no second output).
 # Matched by full class name: a look-alike with other maths must not be swapped.
