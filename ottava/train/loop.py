@@ -175,7 +175,7 @@ class _Loop:
         except Incurable as e:
             raise TrainingError(
                 f"step {result.step}: {e}; the weights of the last checkpoint are good"
-                f"{_advice(self.config.out)}; see `ottava diagnose {self.config.out}`"
+                f"{_advice(self.metrics.path.parent)}; see `ottava diagnose {self.config.out}`"
             ) from None
         self.metrics.write("heal", result.step, **done)
         self.console.say(done["text"])
@@ -240,9 +240,9 @@ def peak_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
 
 
-def _advice(out: str) -> str:
+def _advice(folder: Path) -> str:
     """What the first finding about the run so far says, to end a sentence with."""
-    found = next((f for f in diagnose(out) if f.level != "note"), None)
+    found = next((f for f in diagnose(folder) if f.level != "note"), None)
     return f"; {found.symptom}: {found.evidence}; try {found.setting}" if found else ""
 
 
@@ -322,6 +322,7 @@ def _opening(trainer: Trainer, speed: Speed) -> list[str]:
         reasons = Counter(r.reason for r in plan.rows if r.recipe is None and r.params)
         lines += [f"  {n} x high precision: {reason}" for reason, n in reasons.items() if reason]
     params = sum(p.numel() for p in trainer.model.parameters())
+    lines += [f"note: {note}" for note in trainer.strategy.notes()]
     lines.append(f"model: {params / 1e6:,.1f} M parameters on {trainer.device}")
     emulated = trainer.settings.compute == "fp8" and not has_fp8_unit(trainer.device)
     lines.append(f"speed: percent is of {speed}" + (" (FP8 is emulated here)" if emulated else ""))
