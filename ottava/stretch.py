@@ -59,8 +59,17 @@ def run_stretch(
 def decided(make: Callable[[], Tensor]) -> Tensor:
     """What `make` returns, int64 in [0, 2^15); in a stretch that runs again, what it returned the
     first time, of which 2 bytes each were kept."""
-    stretch = _now.stretch
-    return make() if stretch is None else stretch.decide(make, _now.again)
+    if torch.compiler.is_compiling() or _now.stretch is None:
+        return make()
+    return remembered(lambda: make().to(torch.int16)).long()
+
+
+def remembered(make: Callable[[], Tensor]) -> Tensor:
+    """What `make` returns; in a stretch that runs again, what it returned the first time, which was
+    kept as it is."""
+    if torch.compiler.is_compiling() or _now.stretch is None:
+        return make()
+    return _now.stretch.remember(make, _now.again)
 
 
 def ends_after(ctx, number: int) -> bool:
@@ -145,7 +154,7 @@ class _Stretch:
         self.saved: list[tuple[torch.Size, torch.dtype]] = []  # what autograd saved, in order
         self.made: dict[int, Tensor] = {}  # of those, what was made again and not yet asked for
         self.run = 0  # tensors that the running second run has made
-        self.decisions: list[Tensor] = []
+        self.memory: list[Tensor] = []
         self.told = 0
 
     # ---- the first run ----
@@ -156,12 +165,12 @@ class _Stretch:
         self.saved.append((tensor.shape, tensor.dtype))
         return len(self.saved) - 1
 
-    def decide(self, make: Callable[[], Tensor], again: bool) -> Tensor:
+    def remember(self, make: Callable[[], Tensor], again: bool) -> Tensor:
         if again:
             self.told += 1
-            return self.decisions[self.told - 1].long()
-        self.decisions.append(make().to(torch.int16))
-        return self.decisions[-1].long()
+            return self.memory[self.told - 1]
+        self.memory.append(make())
+        return self.memory[-1]
 
     # ---- backward ----
 

@@ -49,7 +49,8 @@ def run(codes, grad, kept, amaxes, weights, grad_cast=GRAD, h_cast=INPUT, amax_o
     M, F = grad.shape
     dtype = FORMATS[grad_cast.format].dtype
     rows = grad.view(dtype) if over else torch.empty(M, 2 * F, dtype=dtype, device=grad.device)
-    out = codes(grad, *kept, rows, amaxes, weights, list(amax_out), *casts)
+    cols, s_gate, s_up, *h = codes(grad, *kept, rows, amaxes, weights, list(amax_out), *casts)
+    out = [cols, h[0], s_gate, s_up, h[1]] if h else [cols, s_gate, s_up]
     if swiglu_codes.interleaves(F):
         turns = rows.view(torch.uint8).view(M, -1, 2, 128)
         rows = turns.transpose(1, 2).reshape(M, 2 * F).view(dtype)
@@ -114,6 +115,24 @@ def test_forward_codes_are_a_cast_of_the_plain_forward(run, plain, shape, dtype,
         assert all(torch.equal(a, b) for a, b in zip(same, kept, strict=True))
         bare = run(gate, up, past, None, *args[2:], False)
         assert same_codes(bare[0], codes) and all(t.numel() == 0 for t in bare[2:])
+
+
+@pytest.mark.parametrize("name", ["ref", "triton"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_h_first_and_the_gradients_without_it(name, shape, device):
+    """Two passes, each with what it makes anyway in the other order of things: the same bits."""
+    amax, codes, _ = IMPLEMENTATIONS["reference" if name == "ref" else name]
+    first = getattr(swiglu_codes, f"{name}_swiglu_backward_first")
+    for dtype in (torch.float32, torch.bfloat16):
+        grad, kept, weights = case(*shape, dtype, device)
+        tops = amax(grad, *kept)
+        want = run(codes, grad, kept, list(tops.split(1)), weights, h_cast=Cast(scale_kind="pow2"))
+        found, h_cols, scale = first(grad, *kept, tops[2:], "e4m3", True, 0)
+        assert torch.equal(found, tops[:2])
+        assert same_codes(h_cols, want[2]) and torch.equal(scale, want[5])
+        rows, cols, *scales = run(codes, grad, kept, list(found.split(1)), weights)
+        assert same_codes(rows, want[0]) and same_codes(cols, want[1])
+        assert all(torch.equal(a, b) for a, b in zip(scales, want[3:5], strict=True))
 
 
 @pytest.mark.parametrize("shape", [(1, 128), (33, 256), (70, 384)], ids=str)
@@ -193,12 +212,12 @@ def test_empty_refused_and_fakes(device):
     rows = torch.empty(5, 280, dtype=torch.float8_e5m2, device=device)
     real = swiglu_codes._backward_codes(grad, *kept, rows, tops, weights, [], *casts)
     real = [*real, *swiglu_codes._codes(grad, grad, tops[0], None, "e4m3", False, 0, True)]
+    real += swiglu_codes._backward_first(grad, *kept, tops[2], "e4m3", False, 0)
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(t) for t in (grad, *kept, *tops, *weights, rows)]
         more = swiglu_codes._codes(fake[0], fake[0], fake[5], None, "e4m3", False, 0, True)
-        fake = swiglu_codes._backward_codes(
-            *fake[:5], fake[10], fake[5:8], fake[8:10], [], *casts
-        )
+        more += swiglu_codes._backward_first(*fake[:5], fake[7], "e4m3", False, 0)
+        fake = swiglu_codes._backward_codes(*fake[:5], fake[10], fake[5:8], fake[8:10], [], *casts)
         fake = [*fake, *more]
     assert [(t.shape, t.dtype, t.stride()) for t in real] == [
         (t.shape, t.dtype, t.stride()) for t in fake

@@ -45,7 +45,7 @@ class SwigluCodes(NamedTuple):
     rows: Quantized
     gate_cols: Quantized
     up_cols: Quantized
-    h_cols: Quantized
+    h_cols: Quantized | None
 
 
 def interleaves(features: int) -> bool:
@@ -69,6 +69,15 @@ def ref_swiglu_backward_amax(grad_h, gate, gate_scale, up, up_scale) -> torch.Te
     return ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, None, False)[3]
 
 
+def ref_swiglu_backward_first(
+    grad_h, gate, gate_scale, up, up_scale, h_amax, format, pow2, margin
+) -> list[torch.Tensor]:
+    _, _, h, found, _ = ref_swiglu_backward(grad_h, gate, gate_scale, up, up_scale, None, False)
+    scale = ref_scale_from_amax(h_amax.float(), format, pow2, margin)
+    codes = ref_encode(h.float() * (1.0 / scale), format)
+    return [found[:2].clone(), ref_transpose_codes(codes), scale]
+
+
 def ref_swiglu_backward_codes(
     grad_h, gate, gate_scale, up, up_scale, rows_out, amaxes, weight_scales, amax_out,
     grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
@@ -77,20 +86,18 @@ def ref_swiglu_backward_codes(
     for out, top in zip(amax_out, found.split(1), strict=False):
         torch.maximum(out, top, out=out)
     scales = ref_joined_scales(amaxes[:2], weight_scales, grad_format, grad_pow2, grad_margin)
-    h_scale = ref_scale_from_amax(amaxes[2].float(), h_format, h_pow2, h_margin)
     gate_codes, up_codes = (
         ref_encode(v.float() * (1.0 / s), grad_format)
         for v, s in zip(values[:2], scales, strict=True)
     )
     both = [gate_codes.view(torch.uint8), up_codes.view(torch.uint8)]
     rows = torch.cat(both, 1)
-    h_codes = ref_encode(values[2].float() * (1.0 / h_scale), h_format)
-    out = [
-        ref_transpose_codes(rows).view(gate_codes.dtype),
-        ref_transpose_codes(h_codes),
-        *(s.reshape(1).clone() for s in scales),
-        h_scale,
-    ]
+    out = [ref_transpose_codes(rows).view(gate_codes.dtype)]
+    out += [s.reshape(1).clone() for s in scales]
+    if len(amaxes) == 3:
+        h_scale = ref_scale_from_amax(amaxes[2].float(), h_format, h_pow2, h_margin)
+        h_codes = ref_encode(values[2].float() * (1.0 / h_scale), h_format)
+        out += [ref_transpose_codes(h_codes), h_scale]
     if interleaves(gate.shape[1]):
         rows = torch.stack([c.unflatten(1, (-1, BLOCK)) for c in both], 2).flatten(1)
     rows_out.view(torch.uint8).copy_(rows)
@@ -143,35 +150,45 @@ def _load(grad_h, gate, gate_scale, up, up_scale, offs, scale_offs, inside, rows
 
 
 @triton.jit
-def _amax_kernel(
-    grad_h, gate, gate_scale, up, up_scale, amax, M, F, BM: tl.constexpr, BF: tl.constexpr
-):
-    """amax: three int32, of grad_gate, grad_up and h."""
-    seen_gate, seen_up, seen_h = tl.load(amax), tl.load(amax + 1), tl.load(amax + 2)
-    groups = tl.cdiv(F, BF)
-    m = tl.program_id(0) // groups * BM + tl.arange(0, BM)
-    group = tl.program_id(0) % groups
-    # Eight contiguous elements a thread for bytes too, so that all operands have one layout.
-    k = tl.max_contiguous(group * BF + tl.arange(0, BF), 8)
-    inside = (m < M)[:, None] & (k < F)[None, :]
-    wide_m = m.to(tl.int64)
-    grad, g, u = _load(
-        grad_h, gate, gate_scale, up, up_scale, wide_m[:, None] * F + k[None, :],
-        wide_m * groups + group, inside, m < M,
-    )  # fmt: skip
-    grad_gate, grad_up, h = _gradients(grad, g, u)
-    dtype: tl.constexpr = grad_h.dtype.element_ty
-    raise_amax(amax, seen_gate, top_magnitude(grad_gate.to(dtype)))
-    raise_amax(amax + 1, seen_up, top_magnitude(grad_up.to(dtype)))
-    raise_amax(amax + 2, seen_h, top_magnitude(h.to(dtype)))
-
-
-@triton.jit
 def _store_both(c, rows, cols, M, stride, i, j, in_m, in_k):
     """Codes c [BM, BF] at `rows` (row stride `stride`; None: not), and transposed at `cols`."""
     if rows is not None:
         tl.store(rows + i[:, None] * stride + j[None, :], c, mask=in_m[:, None] & in_k[None, :])
     tl.store(cols + j[:, None] * M + i[None, :], tl.trans(c), mask=in_k[:, None] & in_m[None, :])
+
+
+@triton.jit
+def _amax_kernel(
+    grad_h, gate, gate_scale, up, up_scale, amax, a_h, h_cols, scale_h, M, F,
+    H_E4M3: tl.constexpr, H_POW2: tl.constexpr, H_MARGIN: tl.constexpr, HARDWARE: tl.constexpr,
+    BM: tl.constexpr, BF: tl.constexpr,
+):  # fmt: skip
+    """amax: int32, of grad_gate, grad_up and, without h_cols [F, M], of h; with it h's codes under
+    the scale of a_h."""
+    seen_gate, seen_up = tl.load(amax), tl.load(amax + 1)
+    groups = tl.cdiv(F, BF)
+    pid_m, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
+    # Eight contiguous elements a thread for bytes too, so that all operands have one layout.
+    i, j = tl.arange(0, BM), tl.max_contiguous(tl.arange(0, BF), 8)
+    in_m, in_k = pid_m * BM + i < M, group * BF + j < F
+    base = pid_m * BM * F + group * BF
+    grad, g, u = _load(
+        grad_h + base, gate + base, gate_scale, up + base, up_scale,
+        i[:, None] * F + j[None, :], (pid_m * BM + i) * groups + group,
+        in_m[:, None] & in_k[None, :], in_m,
+    )  # fmt: skip
+    grad_gate, grad_up, h = _gradients(grad, g, u)
+    dtype: tl.constexpr = grad_h.dtype.element_ty
+    raise_amax(amax, seen_gate, top_magnitude(grad_gate.to(dtype)))
+    raise_amax(amax + 1, seen_up, top_magnitude(grad_up.to(dtype)))
+    if h_cols is None:
+        raise_amax(amax + 2, tl.load(amax + 2), top_magnitude(h.to(dtype)))
+    else:
+        s = scale_of(tl.load(a_h), H_E4M3, H_POW2, H_MARGIN)
+        tl.store(scale_h, s, mask=tl.program_id(0) == 0)
+        c = encode(h.to(dtype).to(tl.float32) * tl.div_rn(1.0, s), H_E4M3, HARDWARE)
+        turned = group.to(tl.int64) * BF * M + pid_m * BM
+        _store_both(c, None, h_cols + turned, M, 0, i, j, in_m, in_k)
 
 
 @triton.jit
@@ -184,7 +201,7 @@ def _codes_kernel(
 ):  # fmt: skip
     """rows [M, 2F], cols [2F, M], h_cols [F, M]. group_step, up_at: codes from one group of gate to
     the next, and from gate's to up's. OVER: rows is the memory of grad_h. new_gate, new_up: where
-    the gradients' own amaxes go, or None."""
+    the gradients' own amaxes go, or None. h_cols: None where h is not asked for."""
     if new_gate is not None:
         seen_gate, seen_up = tl.load(new_gate), tl.load(new_up)
     s_gate = joined_scale(
@@ -193,11 +210,9 @@ def _codes_kernel(
     s_up = joined_scale(
         a_gate, a_up, None, w_gate, w_up, None, w_up, GRAD_E4M3, GRAD_POW2, GRAD_MARGIN
     )
-    s_h = scale_of(tl.load(a_h), H_E4M3, H_POW2, H_MARGIN)
     first = tl.program_id(0) == 0
     tl.store(scale_gate, s_gate, mask=first)
     tl.store(scale_up, s_up, mask=first)
-    tl.store(scale_h, s_h, mask=first)
     groups = tl.cdiv(F, BF)
     pid_m, group = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(0) % groups
     i, j = tl.arange(0, BM), tl.max_contiguous(tl.arange(0, BF), 8)
@@ -224,8 +239,11 @@ def _codes_kernel(
     _store_both(c, rows, cols + turned, M, 2 * F, i, j, in_m, in_k)
     c = encode(grad_up.to(tl.float32) * tl.div_rn(1.0, s_up), GRAD_E4M3, HARDWARE)
     _store_both(c, rows + up_at, cols + turned_up, M, 2 * F, i, j, in_m, in_k)
-    c = encode(h.to(tl.float32) * tl.div_rn(1.0, s_h), H_E4M3, HARDWARE)
-    _store_both(c, None, h_cols + turned, M, 0, i, j, in_m, in_k)
+    if h_cols is not None:
+        s_h = scale_of(tl.load(a_h), H_E4M3, H_POW2, H_MARGIN)
+        tl.store(scale_h, s_h, mask=first)
+        c = encode(h.to(tl.float32) * tl.div_rn(1.0, s_h), H_E4M3, HARDWARE)
+        _store_both(c, None, h_cols + turned, M, 0, i, j, in_m, in_k)
 
 
 # ---- Triton wrappers: same arguments and results as the references ----
@@ -254,9 +272,28 @@ def triton_swiglu_backward_amax(grad_h, gate, gate_scale, up, up_scale) -> torch
     if grad_h.numel():
         _amax_kernel[tiles(*grad_h.shape, _ROWS, BLOCK)](
             grad_h.contiguous(), gate.contiguous(), gate_scale, up.contiguous(), up_scale,
-            amax.view(torch.int32), *grad_h.shape, BM=_ROWS, BF=BLOCK, num_warps=8,
+            amax.view(torch.int32), None, None, None, *grad_h.shape,
+            H_E4M3=True, H_POW2=False, H_MARGIN=0, HARDWARE=False,
+            BM=_ROWS, BF=BLOCK, num_warps=8,
         )  # fmt: skip
     return amax
+
+
+def triton_swiglu_backward_first(
+    grad_h, gate, gate_scale, up, up_scale, h_amax, format, pow2, margin
+) -> list[torch.Tensor]:
+    M, F = grad_h.shape
+    amax = torch.zeros(2, dtype=torch.float32, device=grad_h.device)
+    codes = torch.empty(F, M, dtype=torch.uint8, device=grad_h.device)
+    scale = torch.ones(1, dtype=torch.float32, device=grad_h.device)
+    if grad_h.numel():
+        _amax_kernel[tiles(M, F, _ROWS, BLOCK)](
+            grad_h.contiguous(), gate.contiguous(), gate_scale, up.contiguous(), up_scale,
+            amax.view(torch.int32), h_amax.view(torch.int32), codes, scale, M, F,
+            H_E4M3=format == "e4m3", H_POW2=pow2, H_MARGIN=margin,
+            HARDWARE=converts_fp8(grad_h.device), BM=_ROWS, BF=BLOCK, num_warps=8,
+        )  # fmt: skip
+    return [amax, codes.view(FORMATS[format].dtype), scale]
 
 
 def triton_swiglu_backward_codes(
@@ -269,24 +306,26 @@ def triton_swiglu_backward_codes(
             grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
         )  # fmt: skip
     M, F = grad_h.shape
-    cols, h_cols = (
-        torch.empty(shape, dtype=torch.uint8, device=grad_h.device) for shape in ((2 * F, M), (F, M))
-    )
-    scales = [torch.empty(1, dtype=torch.float32, device=grad_h.device) for _ in range(3)]
+    with_h, device = len(amaxes) == 3, grad_h.device
+    cols = torch.empty(2 * F, M, dtype=torch.uint8, device=device)
+    h_cols = torch.empty(F, M, dtype=torch.uint8, device=device) if with_h else None
+    scales = [torch.empty(1, dtype=torch.float32, device=device) for _ in range(2 + with_h)]
+    tops = [a.view(torch.int32) for a in amaxes]
     step, up_at = (2 * BLOCK, BLOCK) if interleaves(F) else (BLOCK, F)
     _codes_kernel[tiles(M, F, _ROWS, BLOCK)](
         grad_h.contiguous(), gate.contiguous(), gate_scale, up.contiguous(), up_scale,
-        *(a.view(torch.int32) for a in amaxes), *weight_scales,
+        *tops[:2], tops[2] if with_h else None, *weight_scales,
         *([a.view(torch.int32) for a in amax_out] or [None, None]),
-        rows_out.view(torch.uint8), cols, h_cols, *scales, M, F, step, up_at,
+        rows_out.view(torch.uint8), cols, h_cols, *scales[:2], scales[2] if with_h else None,
+        M, F, step, up_at,
         GRAD_E4M3=grad_format == "e4m3", GRAD_POW2=grad_pow2, GRAD_MARGIN=grad_margin,
         H_E4M3=h_format == "e4m3", H_POW2=h_pow2, H_MARGIN=h_margin,
         OVER=rows_out.data_ptr() == grad_h.data_ptr(),
         HARDWARE=converts_fp8(grad_h.device), BM=_ROWS, BF=BLOCK, num_warps=8,
         maxnreg=_REGISTERS,
     )  # fmt: skip
-    grad_dtype, h_dtype = FORMATS[grad_format].dtype, FORMATS[h_format].dtype
-    return [cols.view(grad_dtype), h_cols.view(h_dtype), *scales]
+    out = [cols.view(FORMATS[grad_format].dtype), *scales[:2]]
+    return [*out, h_cols.view(FORMATS[h_format].dtype), scales[2]] if with_h else out
 
 
 # ---- operators ----
@@ -311,11 +350,19 @@ def _fake_codes(
     grad_format, grad_pow2, grad_margin, h_format, h_pow2, h_margin,
 ):  # fmt: skip
     rows, cols = grad_h.shape
-    grad, h = FORMATS[grad_format].dtype, FORMATS[h_format].dtype
+    out = [grad_h.new_empty(2 * cols, rows, dtype=FORMATS[grad_format].dtype)]
+    out += [grad_h.new_empty(1, dtype=torch.float32) for _ in range(2)]
+    if len(amaxes) == 3:
+        out.append(grad_h.new_empty(cols, rows, dtype=FORMATS[h_format].dtype))
+        out.append(grad_h.new_empty(1, dtype=torch.float32))
+    return out
+
+
+def _fake_first(grad_h, gate, gate_scale, up, up_scale, h_amax, format, pow2, margin):
     return [
-        grad_h.new_empty(2 * cols, rows, dtype=grad),
-        grad_h.new_empty(cols, rows, dtype=h),
-        *(grad_h.new_empty(1, dtype=torch.float32) for _ in range(3)),
+        grad_h.new_empty(2, dtype=torch.float32),
+        grad_h.new_empty(*reversed(grad_h.shape), dtype=FORMATS[format].dtype),
+        grad_h.new_empty(1, dtype=torch.float32),
     ]
 
 
@@ -333,10 +380,17 @@ _backward_amax = operator(
     fake=lambda grad_h, *_: grad_h.new_empty(3, dtype=torch.float32),
     cuda=triton_swiglu_backward_amax,
 )
+_backward_first = operator(
+    f"swiglu_backward_first({_KEPT}, Tensor h_amax, str format, bool pow2, int margin) "
+    "-> (Tensor, Tensor, Tensor)",
+    reference=lambda *args: tuple(ref_swiglu_backward_first(*args)),
+    fake=lambda *args: tuple(_fake_first(*args)),
+    cuda=lambda *args: tuple(triton_swiglu_backward_first(*args)),
+)
 _backward_codes = operator(
     f"swiglu_backward_codes({_KEPT}, Tensor(b!) rows_out, Tensor[] amaxes, Tensor[] weight_scales, "
     "Tensor(a!)[] amax_out, str grad_format, bool grad_pow2, int grad_margin, str h_format, "
-    "bool h_pow2, int h_margin) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "bool h_pow2, int h_margin) -> Tensor[]",
     reference=ref_swiglu_backward_codes,
     fake=_fake_codes,
     cuda=triton_swiglu_backward_codes,
@@ -374,6 +428,21 @@ def swiglu_backward_amax(grad_h, gate_codes, gate_scale, up_codes, up_scale) -> 
     return list(_backward_amax(grad_h, gate_codes, gate_scale, up_codes, up_scale).split(1))
 
 
+def swiglu_backward_first(
+    grad_h: torch.Tensor,
+    kept: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None],
+    h_amax: torch.Tensor,
+    h_cast: Cast,
+) -> tuple[list[torch.Tensor], Quantized]:
+    """Amaxes (1,) FP32 of grad_gate and grad_up, and in the same pass the codes [F, M] of h^T, whose
+    amax is known: h_amax, fp32 (1,). So h's codes can go before those of the gradients come."""
+    _check(h_cast)
+    amax, codes, scale = _backward_first(
+        grad_h, *kept, h_amax, h_cast.format, h_cast.scale_kind == "pow2", h_cast.margin
+    )
+    return list(amax.split(1)), Quantized(codes, scale, "tensor")
+
+
 def swiglu_backward_codes(
     grad_h: torch.Tensor,
     kept: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None],
@@ -388,7 +457,7 @@ def swiglu_backward_codes(
     """Codes of grad_gate, grad_up (scales joined under the two weights' scales) and h.
 
     kept: gate and up, codes and scale each, as `swiglu` gave them. amaxes: fp32 (1,) of grad_gate,
-    grad_up and h, which set the scales. amax_out: fp32 (1,) two, raised to the two gradients' amaxes.
+    grad_up and h, which set the scales; without h's, no codes of h. amax_out: fp32 (1,) two, raised to the two gradients' amaxes.
     over: nobody reads grad_h after this, and rows take its memory where they fit.
     Casts per tensor and to nearest; ValueError otherwise.
     """
@@ -400,7 +469,7 @@ def swiglu_backward_codes(
         rows = grad_h.view(dtype)
     else:
         rows = grad_h.new_empty(M, 2 * F, dtype=dtype)
-    cols, h_cols, s_gate, s_up, s_h = _backward_codes(
+    cols, s_gate, s_up, *h = _backward_codes(
         grad_h, *kept, rows, amaxes, weight_scales, list(amax_out),
         grad_cast.format, grad_cast.scale_kind == "pow2", grad_cast.margin,
         h_cast.format, h_cast.scale_kind == "pow2", h_cast.margin,
@@ -410,5 +479,5 @@ def swiglu_backward_codes(
         Quantized(rows, s_gate, "tensor"),
         Quantized(gate_cols, s_gate, "tensor"),
         Quantized(up_cols, s_up, "tensor"),
-        Quantized(h_cols, s_h, "tensor"),
+        Quantized(*h, "tensor") if h else None,
     )

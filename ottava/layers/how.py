@@ -15,7 +15,7 @@ from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
 from ..kernels.joined import quantize_joined
 from ..kernels.random import make_key
-from ..kernels.swiglu_codes import SwigluCodes, swiglu_backward_amax, swiglu_backward_codes
+from ..kernels.swiglu_codes import swiglu_backward_amax, swiglu_backward_first
 from ..numerics.recipe import Cast, Recipe
 from .saved import Kept, clock, noted_amax, transposes
 from .weights import grad_dtype_of, weight_cols, weight_rows, weight_values
@@ -139,31 +139,32 @@ def joined_grad_codes(hows: list[How], grads: list[torch.Tensor], weights: list[
     return quantize_joined(grads, amaxes, [w.scale for w in weights], cast, amax_out=found)
 
 
-def gated_grad_codes(
-    hows: tuple[How, How, How], grad_h: torch.Tensor, kept: tuple, weights: list[Quantized]
-) -> SwigluCodes:
-    """Codes of the gradients of gate and up, joined, and of h, for hows of gate, up and down whose
-    recipe `joins`. kept: gate and up as `swiglu` kept them; weights: codes of gate's and up's.
-    grad_h is written over.
+def gated_amaxes(
+    hows: tuple[How, How, How], grad_h: torch.Tensor, kept: list, h_amax: torch.Tensor | None
+) -> tuple[list[torch.Tensor], list[torch.Tensor], Quantized | None]:
+    """(amaxes, where new ones go, columns of h) for `swiglu_backward_codes`, for hows of gate, up and
+    down whose recipe `joins`. kept: gate and up as `swiglu` kept them. h_amax: h's in forward, fp32
+    (1,), or None where its scale was known before it.
 
-    Scales come from earlier steps where scaling is delayed and all of them are known, else from a
-    pass over the same operands. h's are delayed as in forward, and only forward records its amax.
+    Scales come from earlier steps where scaling is delayed and all of them are known: h's codes are
+    then made with the gradients'. Else a pass over the same operands finds the gradients' amaxes, and
+    makes h's codes. h's scale is forward's; only forward records its amax.
     """
-    recipe, found = hows[0].recipe, []
+    recipe = hows[0].recipe
     operands = [(2, recipe.grad_output), (2, recipe.grad_output), (0, recipe.input)]
     each = list(zip(hows, operands, strict=True))
     noting = recipe.grad_output.scaling == "delayed" and hows[0].record
     if all(c.scaling == "delayed" and how.history.ready[operand] for how, (operand, c) in each):
         amaxes = [how.history.past(*operand, grad_h) for how, operand in each]
-        found = [how.history.note(2) for how in hows[:2]] if noting else []
-    else:
+        return amaxes, [how.history.note(2) for how in hows[:2]] if noting else [], None
+    h_cols = None
+    if h_amax is None:
         amaxes = swiglu_backward_amax(grad_h, *kept)
-        for how, amax in zip(hows[:2] if noting else (), amaxes, strict=False):
-            how.history.record(2, amax)
-    return swiglu_backward_codes(
-        grad_h, kept, amaxes, [w.scale for w in weights], recipe.grad_output, recipe.input,
-        amax_out=found, over=True,
-    )  # fmt: skip
+    else:
+        amaxes, h_cols = swiglu_backward_first(grad_h, kept, h_amax, recipe.input)
+    for how, amax in zip(hows[:2] if noting else (), amaxes, strict=False):
+        how.history.record(2, amax)
+    return amaxes, [], h_cols
 
 
 def flat(rows: Quantized | None, kept: Kept | None) -> tuple[torch.Tensor | None, ...]:

@@ -18,12 +18,12 @@ from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
 from ..kernels.joined import join_transposed
-from ..kernels.swiglu_codes import interleaves, swiglu_codes
+from ..kernels.swiglu_codes import interleaves, swiglu_backward_codes, swiglu_codes
 from ..numerics.formats import BLOCK
 from ..numerics.recipe import Recipe
-from ..stretch import ends_after
+from ..stretch import ends_after, remembered
 from .autocast import recipe_in_force
-from .how import flat, gated_grad_codes, joins
+from .how import flat, gated_amaxes, joins
 from .linear import Linear
 from .saved import Kept, codes_of, noted_amax, save, saved
 from .weights import traceable, untraced, weight_rows
@@ -42,18 +42,23 @@ class GatedMLPFunction(torch.autograd.Function):
         if kept is None:
             kept, kept_scale = rows, rows_scale
         weights = (w_gate, w_up, w_down)
-        if not recompute and ends_after(ctx, 6):  # what follows is not asked for
-            save(ctx, kept, kept_scale, *_codes(x_MH, x_q, weights, hows), parameters=weights)
+        in_codes = how_down.knows_input() and joins(how_down.recipe)
+        needs_amax = joins(how_down.recipe) and not in_codes
+        if not recompute and ends_after(ctx, 6 + needs_amax):  # what follows is not asked for
+            gate_up = _codes(x_MH, x_q, weights, hows)
+            top = remembered(None) if needs_amax else None
+            save(ctx, kept, kept_scale, *gate_up, top, parameters=weights)
         gate, up = how_gate.output(x_MH, x_q, w_gate), how_up.output(x_MH, x_q, w_up)
-        h = h_q = None
-        if how_down.knows_input() and joins(how_down.recipe):  # delayed: h is never but codes
+        h = h_q = amax = None
+        if in_codes:  # delayed: h is never but codes
             known, cast = how_down.input_known(x_MH), how_down.recipe.input
             h_q, gate_up = swiglu_codes(gate, up, cast=cast, keep_codes=not recompute, **known)
         else:
             h, amax, *gate_up = swiglu_kernels.swiglu_(gate.contiguous(), up)
         del gate, up
         gate_up = [None] * 4 if recompute else gate_up
-        save(ctx, kept, kept_scale, *gate_up, parameters=weights)
+        top = remembered(lambda: amax) if needs_amax else None
+        save(ctx, kept, kept_scale, *gate_up, top, parameters=weights)
         if h_q is None and how_down.recipe.output.fp8:
             h_q = how_down.cast(0, h, "rows", amax)
         return how_down.output(h, h_q, w_down)
@@ -61,7 +66,7 @@ class GatedMLPFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_MH):
         how_gate, how_up, how_down = ctx.hows
-        kept, kept_scale, *gate_up, w_gate, w_up, w_down = saved(ctx)
+        kept, kept_scale, *gate_up, h_amax, w_gate, w_up, w_down = saved(ctx)
         wants_x, *wants_w = ctx.needs_input_grad[:4]
         kept = how_gate.kept(kept, kept_scale)
         if ctx.recompute:
@@ -69,7 +74,7 @@ class GatedMLPFunction(torch.autograd.Function):
         grad_MH, none = grad_MH.contiguous(), [None] * 6
         if all(ctx.needs_input_grad[:4]) and joins(how_gate.recipe):
             weights = (w_gate, w_up, w_down)
-            grad_x, *grads = _backward_in_codes(ctx.hows, grad_MH, kept, gate_up, weights)
+            grad_x, *grads = _backward_in_codes(ctx.hows, grad_MH, kept, gate_up, h_amax, weights)
             return grad_x.to(ctx.x_dtype), *grads, *none
         amax = noted_amax(grad_MH)
         rows, cols = how_down.grad_codes(grad_MH, rows=True, cols=wants_w[2], amax=amax)
@@ -97,19 +102,28 @@ class GatedMLPFunction(torch.autograd.Function):
         return grad_x, *grads, grad_down, *none
 
 
-def _backward_in_codes(hows, grad_MH, kept: Kept, gate_up, weights):
+def _backward_in_codes(hows, grad_MH, kept: Kept, gate_up: list, h_amax, weights):
     """Gradients of x and the three weights; those of gate, up and h exist as codes only, and gate's
-    and up's part in x's come from one GEMM."""
+    and up's part in x's come from one GEMM. What is needed no more goes at once, `gate_up` too."""
     how_gate, how_up, how_down = hows
     w_gate, w_up, w_down = weights
     rows, cols = how_down.grad_codes(grad_MH, rows=True, cols=True, amax=noted_amax(grad_MH))
     grad_h = how_down.grad_input(grad_MH, rows, w_down)
     del rows
     w_codes = [weight_rows(w, how_gate.recipe.weight) for w in (w_gate, w_up)]
-    codes = gated_grad_codes(hows, grad_h, gate_up, w_codes)
-    gate_up.clear()  # the caller's, which goes here where it was made again
+    amaxes, found, h_cols = gated_amaxes(hows, grad_h, gate_up, h_amax)
+    grad_down = None
+    if h_cols is not None:
+        grad_down = how_down.grad_weight(grad_MH, cols, h_cols, w_down)
+        h_cols = cols = None
+    recipe, scales = how_gate.recipe, [w.scale for w in w_codes]
+    codes = swiglu_backward_codes(
+        grad_h, gate_up, amaxes, scales, recipe.grad_output, recipe.input, amax_out=found, over=True
+    )
+    gate_up.clear()
     del grad_h
-    grad_down = how_down.grad_weight(grad_MH, cols, codes.h_cols, w_down)
+    if grad_down is None:
+        grad_down = how_down.grad_weight(grad_MH, cols, codes.h_cols, w_down)
     rows, gate_cols, up_cols = codes[:3]
     del cols, codes
     grad_x = gemm(
