@@ -28,11 +28,7 @@ from .codes import (
     scale_of,
 )
 from .int8 import dequantize_int8 as dequantize_int8
-from .int8 import int8_encode as int8_encode
-from .int8 import int8_scale as int8_scale
 from .int8 import quantize_int8 as quantize_int8
-from .int8 import ref_dequantize_int8 as ref_dequantize_int8
-from .int8 import ref_quantize_int8 as ref_quantize_int8
 from .op import operator, tl, triton
 from .random import random_bits, ref_random_bits
 from .scale import amax as amax
@@ -64,7 +60,7 @@ class Quantized:
 # ---- reference: the specification, and the CPU path ----
 
 
-def _spread(scale: torch.Tensor, granularity: str, rows: int, cols: int) -> torch.Tensor:
+def spread(scale: torch.Tensor, granularity: str, rows: int, cols: int) -> torch.Tensor:
     """A scale as a tensor that broadcasts against [rows, cols]."""
     if granularity == "group":
         return scale.repeat_interleave(BLOCK, 1)[:, :cols]
@@ -100,7 +96,7 @@ def ref_quantize(
             scale = ref_scale_from_amax(top, format, pow2, margin)
         else:
             scale = scale.clone()
-        v = x.float() * _spread(1.0 / scale, granularity, *x.shape)
+        v = x.float() * spread(1.0 / scale, granularity, *x.shape)
         return ref_encode(v, format, random), scale
 
     codes, scale = cast(x, random, scale)
@@ -126,14 +122,14 @@ def ref_transpose_codes(codes: torch.Tensor) -> torch.Tensor:
 def ref_dequantize(
     codes: torch.Tensor, scale: torch.Tensor, granularity: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    return (ref_decode(codes) * _spread(scale, granularity, *codes.shape)).to(dtype)
+    return (ref_decode(codes) * spread(scale, granularity, *codes.shape)).to(dtype)
 
 
 # ---- Triton ----
 
 
 @triton.jit
-def _widen(v, HARDWARE: tl.constexpr):
+def widen(v, HARDWARE: tl.constexpr):
     """FP32 of loaded values. On the GPU BF16 goes through assembly: a plain conversion tempts the
     compiler to transpose its input and to encode everything a second time in the other order."""
     if HARDWARE and v.dtype == tl.bfloat16:
@@ -171,7 +167,7 @@ def _cast_kernel(
     inside = in_m[:, None] & in_k[None, :]
     base = x + pid_m.to(tl.int64) * BM * stride_m + pid_k.to(tl.int64) * BK * stride_k
     v = tl.load(base + i[:, None] * stride_m + j[None, :] * stride_k, mask=inside, other=0.0)
-    v = _widen(v, HARDWARE and BOTH)
+    v = widen(v, HARDWARE and BOTH)
     bits = magnitude_bits(v)
     if amax_out is not None:
         tl.atomic_max(amax_out, tl.max(tl.max(bits, 1), 0), sem="relaxed")

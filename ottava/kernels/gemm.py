@@ -14,7 +14,7 @@ import functools
 import torch
 import torch.nn.functional as F
 
-from .cast import Quantized, _dequantize, _spread
+from .cast import Quantized, spread
 from .codes import ref_decode
 from .op import calls, operator
 
@@ -53,8 +53,8 @@ def ref_gemm(
 ) -> torch.Tensor:
     a_value, b_value = ref_decode(a), ref_decode(b)
     if a_grain == "group":
-        a_value = a_value * _spread(a_scale, a_grain, *a.shape)
-        b_value = b_value * _spread(b_scale, b_grain, *b.shape)
+        a_value = a_value * spread(a_scale, a_grain, *a.shape)
+        b_value = b_value * spread(b_scale, b_grain, *b.shape)
         out = a_value @ b_value.t()
     else:
         # Scales after the product: the codes' products are exact in FP32.
@@ -75,8 +75,8 @@ def _pad(codes: torch.Tensor, rows: int, cols: int) -> torch.Tensor:
 def _emulated_cuda(a, a_scale, a_grain, b, b_scale, b_grain):
     """FP32 product of the values; codes are exact in BF16, so row and tensor scales come after."""
     if a_grain == "group":
-        a = _dequantize(a, a_scale, a_grain, torch.bfloat16)
-        b = _dequantize(b, b_scale, b_grain, torch.bfloat16)
+        a = Quantized(a, a_scale, a_grain).dequantize(torch.bfloat16)
+        b = Quantized(b, b_scale, b_grain).dequantize(torch.bfloat16)
         return torch.mm(a, b.t(), out_dtype=torch.float32)
     out = torch.mm(a.bfloat16(), b.bfloat16().t(), out_dtype=torch.float32)
     return out.mul_(a_scale).mul_(b_scale.t())

@@ -19,7 +19,7 @@ import torch
 
 from ..numerics.formats import FORMATS
 from ..numerics.recipe import Cast
-from .cast import Quantized, _widen, ref_transpose_codes
+from .cast import Quantized, ref_transpose_codes, widen
 from .codes import (
     HUGE,
     TINY,
@@ -121,7 +121,7 @@ def _join_cast_kernel(
     inside = in_m[:, None] & in_n[None, :]
     base = x + pid_m.to(tl.int64) * BM * stride_m + pid_n.to(tl.int64) * BN * stride_n
     v = tl.load(base + i[:, None] * stride_m + j[None, :] * stride_n, mask=inside, other=0.0)
-    v = _widen(v, HARDWARE)
+    v = widen(v, HARDWARE)
     if amax_out is not None:
         tl.atomic_max(amax_out, tl.max(tl.max(magnitude_bits(v), 1), 0), sem="relaxed")
     s = joined_scale(a0, a1, a2, w0, w1, w2, weight, E4M3, POW2, MARGIN)

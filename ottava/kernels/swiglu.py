@@ -16,7 +16,8 @@ from typing import NamedTuple
 import torch
 
 from ..numerics.formats import BLOCK
-from .cast import int8_encode, int8_scale, magnitude_bits, ref_dequantize_int8, ref_quantize_int8
+from .codes import magnitude_bits
+from .int8 import int8_encode, int8_scale, ref_dequantize_int8, ref_quantize_int8
 from .norm import raise_amax
 from .op import operator, tl, triton
 
