@@ -80,6 +80,9 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
+    local_rank: Annotated[  # DeepSpeed's launcher gives it; the environment says it too
+        int, typer.Option("--local_rank", hidden=True)
+    ] = 0,
 ) -> None:
     """Train large language models in 8 bits: plan what fits, compare precisions, train."""
 
@@ -284,20 +287,30 @@ def sweep(
 
 
 @app.command()
-def train(run_file: RunFile, overrides: Overrides = None, as_json: Json = False) -> int:
+def train(
+    run_file: RunFile,
+    overrides: Overrides = None,
+    deepspeed: Annotated[
+        Path | None, typer.Option(help="Train with ZeRO as this DeepSpeed JSON file says.")
+    ] = None,
+    as_json: Json = False,
+) -> int:
     """Train. Continues from the newest checkpoint of the run's folder, if there is one.
 
-    Ctrl-C saves and ends; twice ends at once.
+    Ctrl-C saves and ends; twice ends at once. Several GPUs: torchrun --nproc-per-node=N -m ottava
+    train run.toml distributed.strategy=fsdp2 (or ddp); or with --deepspeed, also under
+    `deepspeed --num_gpus=N --module ottava train run.toml --deepspeed ds_config.json`.
     """
     from .config import load_run
 
+    engine = ["distributed.strategy=deepspeed", f"distributed.deepspeed={deepspeed}"]
     with request():
-        run = load_run(run_file, overrides or ())
+        run = load_run(run_file, [*(overrides or ()), *(engine if deepspeed else ())])
         from .train.trainer import Trainer
 
         trainer = Trainer(run)
     result = trainer.run(quiet=as_json)
-    if as_json:
+    if as_json and trainer.strategy.is_main:
         print_json({**asdict(result), "out": run.out, "exit_code": result.exit_code})
     return result.exit_code
 

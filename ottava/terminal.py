@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -45,7 +46,9 @@ def say(error: BaseException | None, code: int, debug: bool) -> int:
     text = " ".join(message.split()) or type(error).__name__
     if code == FAILED and not isinstance(error, RuntimeError | OSError):
         text = f"{type(error).__name__}: {text}"
-    print(f"ottava: {text}", file=sys.stderr)
+    # every rank refuses the same request: one of them says it
+    if code != REFUSED or os.environ.get("RANK", "0") == "0":
+        print(f"ottava: {text}", file=sys.stderr)
     return code
 
 

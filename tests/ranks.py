@@ -3,6 +3,7 @@
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 
@@ -37,6 +38,7 @@ def _child(world, rank, port, work, folder):
         )  # fmt: skip
         out = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(out, 1), os.dup2(out, 2)
+        sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
         result = work(rank)
         torch.save(result, folder / f"rank{rank}.pt")
         code = 0

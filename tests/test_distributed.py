@@ -12,6 +12,7 @@ from ranks import run_ranks, start_ranks, wait_for
 from test_checkpoint import same
 from tiny_run import tiny_run
 
+from ottava.cli import main
 from ottava.config import ConfigError
 from ottava.distributed.ddp import Reducer
 from ottava.distributed.ranks import all_max
@@ -284,6 +285,38 @@ def test_what_cannot_work_is_refused(tmp_path, monkeypatch):
         ranks_run(tmp_path, "fp8-lean", optimizer={"fused": "on"})
     run = ranks_run(tmp_path, "fp8-lean")
     assert not run.settings.fused and "distributed.strategy=ddp" in run.notes[0]
+
+
+RUN = """
+[model]
+name = "demo"
+[data]
+source = "random"
+sequence_length = 16
+[train]
+preset = "fp32"
+steps = 2
+micro_batch = 1
+eval_batches = 1
+[distributed]
+strategy = "ddp"
+"""
+
+
+def test_the_command_line_on_two_ranks(tmp_path):
+    (tmp_path / "run.toml").write_text(RUN)
+    out = f"out={tmp_path / 'cli'}"
+    arguments = ["--local_rank=0", "train", str(tmp_path / "run.toml"), out]
+
+    codes = run_ranks(2, lambda rank: main(arguments), tmp_path, seconds=90)
+    first, second = ((tmp_path / f"rank{r}.txt").read_text() for r in range(2))
+    assert codes == [0, 0] and "note: 2 ranks, ddp" in first and "done at step 2" in first
+    assert not second.strip()
+
+    codes = run_ranks(2, lambda rank: main([*arguments, "distributed.strategy=single"]), tmp_path)
+    first, second = ((tmp_path / f"rank{r}.txt").read_text() for r in range(2))
+    assert codes == [2, 2] and not second.strip()
+    assert first.startswith("ottava: distributed.strategy: 'single'") and first.count("\n") == 1
 
 
 def test_ranks_with_other_weights_are_told(tmp_path):

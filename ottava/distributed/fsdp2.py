@@ -186,9 +186,7 @@ class Unit:
         if weights[0] is self._known:
             return
         self._known = weights[0]
-        facts = zip(
-            self.places, weights, self._shards, self._tags, self._grad_dtypes, strict=True
-        )
+        facts = zip(self.places, weights, self._shards, self._tags, self._grad_dtypes, strict=True)
         for place, p, shard, tags, dtype in facts:
             if place in self.coded:
                 self.coded[place].adopt(p)

@@ -12,8 +12,8 @@ is the same under all of them: every decision in it is made from numbers on whic
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from .. import prepare
-from ..config import ConfigError, Run
+from ..config import Run
 from ..optim.adamw import AdamW
 from ..optim.clip import fast_norm, grad_norm
 from ..optim.loss_scaler import GradScaler
@@ -115,8 +115,17 @@ class Strategy:
         return self.optimizer.state_dict(weights=False)
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
-        """Restore what `optimizer_state` gave, on any number of ranks."""
+        """Restore what `optimizer_state` gave, on any number of ranks. Raises ValueError."""
+        if "ranks" in state:
+            raise ValueError(
+                f"it was written by ZeRO-{state['stage']} on {len(state['ranks'])} rank(s), and "
+                "continues only so; export it and start from its weights"
+            )
         self.optimizer.load_state_dict(state)
+
+    def loading(self, model: nn.Module) -> AbstractContextManager:
+        """Where whole weights are copied into the model."""
+        return nullcontext()
 
     def folder(self, out: str) -> Path:
         """Where this rank's own lines go: the run's folder, or ranks/<rank> in it."""
@@ -125,32 +134,3 @@ class Strategy:
     def notes(self) -> list[str]:
         """What to say about this strategy when a run begins."""
         return []
-
-
-def strategy_of(run: Run) -> Strategy:
-    """The strategy that `run.distributed` names, joined with the other processes.
-
-    Raises ConfigError where the processes that were started do not fit it.
-    """
-    name, started = run.distributed.strategy, int(os.environ.get("WORLD_SIZE", "1"))
-    if name == "single":
-        if started > 1:
-            raise ConfigError(
-                f"distributed.strategy: 'single', but {started} processes were started; use "
-                "distributed.strategy=ddp or fsdp2, or start one"
-            )
-        return Strategy(run)
-    if "RANK" not in os.environ:
-        raise ConfigError(
-            f"distributed.strategy: {name!r} is started by torchrun: "
-            "torchrun --nproc-per-node=2 -m ottava train run.toml"
-        )
-    if name == "ddp":
-        from .ddp import DDP
-
-        return DDP(run)
-    if name == "fsdp2":
-        from .fsdp2 import FSDP2
-
-        return FSDP2(run)
-    raise ConfigError(f"distributed.strategy: {name!r} is not built yet; use ddp or fsdp2")

@@ -154,7 +154,8 @@ class AdamW(torch.optim.Optimizer):
         state["step"] += 1
         if not local(p).numel():  # a shard without rows
             return
-        row, key = None, _STREAM + self._numbers[p]
+        # partitions that stand for parameters (ZeRO) are numbered as they come
+        row, key = None, _STREAM + self._numbers.setdefault(p, len(self._numbers))
         if self.clock is not None:
             row = self.clock.row(group, state)
         else:

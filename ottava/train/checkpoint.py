@@ -80,7 +80,7 @@ def whole_weights(
 ) -> dict[str, torch.Tensor | None]:
     """What `save` writes for each sharded weight: `whole` of it, in an order that all ranks share."""
     named = _named_tensors(model)[0]
-    return {name: whole(p) for name, p in named.items() if hasattr(p, "_local_tensor")}
+    return {name: w for name, p in named.items() if (w := whole(p)) is not p}
 
 
 def _weight_entries(

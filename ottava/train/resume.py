@@ -176,7 +176,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     """
     notes = _compare_runs(trainer.config, checkpoint)
     _compare_plans(trainer.plan, checkpoint)
-    load_weights(trainer.model, checkpoint, trainer.strategy.share)
+    with trainer.strategy.loading(trainer.model):
+        load_weights(trainer.model, checkpoint, trainer.strategy.share)
     _restore_optimizer(trainer.strategy, checkpoint)
     if trainer.ema is not None and "ema" in checkpoint.skeleton:
         average, here = checkpoint.section("ema"), trainer.ema.shadow

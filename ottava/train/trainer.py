@@ -25,7 +25,7 @@ import torch
 
 from .. import prepare
 from ..config import Run
-from ..distributed.strategy import strategy_of
+from ..distributed.choose import strategy_of
 from ..layers.autocast import autocast
 from ..layers.saved import clock, discard_amax
 from ..models.mimo import MiMoPreTrainedModel
@@ -79,9 +79,9 @@ class Trainer:
     """
 
     def __init__(self, run: Run, *, device: str | None = None) -> None:
-        self.config = run.check()
+        self.strategy = strategy_of(run.check())
+        run = self.config = self.strategy.config  # an engine's own file has a say in it
         self.settings = run.settings
-        self.strategy = strategy_of(run)
         self.device = self.strategy.device(device or run.device)
         _seed(run.seed)
         self.data = load_data(run, vocab_size=prepare.vocab_size(run))
@@ -235,6 +235,8 @@ class Trainer:
             grads.reverse()
         bad = (i for i, (_, g) in enumerate(grads) if not bool(local(g).isfinite().all()))
         number = self.strategy.first(next(bad, len(grads)))
+        if not grads:  # an engine keeps them to itself
+            return ["a gradient is not finite"]
         return [f"the gradient of {n} is not finite" for n, _ in grads[number : number + 1]]
 
     def _locate(self, window: list[Batch], valid: int) -> tuple[str, str] | None:
