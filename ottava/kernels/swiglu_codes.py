@@ -373,6 +373,13 @@ _codes = operator(
     fake=_fake_forward,
     cuda=triton_swiglu_codes,
 )
+
+
+def _five(out: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Empty tensors in place of h's: what writes into its arguments returns no lists if traced."""
+    return *out, *(out[1].new_empty(0) for _ in range(5 - len(out)))
+
+
 _KEPT = "Tensor grad_h, Tensor gate, Tensor? gate_scale, Tensor up, Tensor? up_scale"
 _backward_amax = operator(
     f"swiglu_backward_amax({_KEPT}) -> Tensor",
@@ -390,10 +397,10 @@ _backward_first = operator(
 _backward_codes = operator(
     f"swiglu_backward_codes({_KEPT}, Tensor(b!) rows_out, Tensor[] amaxes, Tensor[] weight_scales, "
     "Tensor(a!)[] amax_out, str grad_format, bool grad_pow2, int grad_margin, str h_format, "
-    "bool h_pow2, int h_margin) -> Tensor[]",
-    reference=ref_swiglu_backward_codes,
-    fake=_fake_codes,
-    cuda=triton_swiglu_backward_codes,
+    "bool h_pow2, int h_margin) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+    reference=lambda *args: _five(ref_swiglu_backward_codes(*args)),
+    fake=lambda *args: _five(_fake_codes(*args)),
+    cuda=lambda *args: _five(triton_swiglu_backward_codes(*args)),
 )
 
 
@@ -479,5 +486,5 @@ def swiglu_backward_codes(
         Quantized(rows, s_gate, "tensor"),
         Quantized(gate_cols, s_gate, "tensor"),
         Quantized(up_cols, s_up, "tensor"),
-        Quantized(*h, "tensor") if h else None,
+        Quantized(*h, "tensor") if len(amaxes) == 3 else None,
     )
