@@ -88,14 +88,16 @@ def test_compiled_steps_equal_eager_ones(name, master):
     assert counter.frame_count <= 2
 
 
-def test_a_decoder_layer_compiles():
+@pytest.mark.parametrize("name", ["tensor", "delayed"])
+def test_a_decoder_layer_compiles(name):
     """The kind of pytorch/ao#563, for fused attention, norms and gated MLP."""
-    model, x = ottava.convert(llama(num_hidden_layers=1)), ids(1, 12)
+    model, x = ottava.convert(llama(num_hidden_layers=1), recipe=name), ids(1, 12)
     want = model(input_ids=x, labels=x).loss
     want.backward()
     grads = [p.grad.clone() for p in model.parameters()]
+    torch.optim.SGD(model.parameters(), lr=0.0).step()  # so that delayed scales are known
     model.zero_grad()
-    model.model.layers[0].compile(backend="aot_eager", fullgraph=True)
+    model.model.layers[0].compile(backend="aot_eager", fullgraph=name != "delayed")
     loss = model(input_ids=x, labels=x).loss
     loss.backward()
     torch.testing.assert_close(loss, want)

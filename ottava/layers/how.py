@@ -49,7 +49,10 @@ class How:
         return out
 
     def knows_input(self) -> bool:
-        """Whether the input's scale is known before the input is: delayed, and not the first step."""
+        """Whether the input's scale is known before the input is: delayed, and not the first step.
+        Not under torch.compile, which does not take the operators that use it."""
+        if torch.compiler.is_compiling():
+            return False
         cast = self.recipe.input
         delayed = cast.scaling == "delayed" and cast.rounding == "nearest"
         return delayed and self.history.ready[0]
