@@ -134,14 +134,12 @@ def test_a_frozen_weight_gets_no_gradient_and_the_others_theirs(frozen):
 def test_the_gated_mlp_compiles_as_one_graph():
     m, x = mlp(), torch.randn(32, 128)
     grads = []
-    for run in (m, torch.compile(m, backend="aot_eager", fullgraph=True)):
+    for run in (m, torch.compile(m, backend="eager", fullgraph=True)):
         leaf = x.clone().requires_grad_()
         run(leaf).square().sum().backward()
         grads.append((leaf.grad, m.gate_proj.weight.grad, m.down_proj.weight.grad))
         m.zero_grad()
-    # Compiled, gate and up have a gradient scale each.
-    least = E5M2.gemm_db - 10 * math.log10(2)
-    assert all(error_db(a, b) > least for a, b in zip(*grads, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_recompute_changes_no_bit_with_transposable_scales():

@@ -42,8 +42,8 @@ class GatedMLPFunction(torch.autograd.Function):
         if kept is None:
             kept, kept_scale = rows, rows_scale
         weights = (w_gate, w_up, w_down)
-        in_codes = how_down.knows_input() and _joins(how_down.recipe)
-        needs_amax = _joins(how_down.recipe) and not in_codes
+        in_codes = how_down.knows_input() and joins(how_down.recipe)
+        needs_amax = joins(how_down.recipe) and not in_codes
         if not recompute and ends_after(ctx, 6 + needs_amax):  # what follows is not asked for
             gate_up = _codes(x_MH, x_q, weights, hows)
             top = remembered(None) if needs_amax else None
@@ -72,7 +72,7 @@ class GatedMLPFunction(torch.autograd.Function):
         if ctx.recompute:
             gate_up = list(_again(kept, w_gate, w_up, ctx.hows))
         grad_MH, none = grad_MH.contiguous(), [None] * 6
-        if all(ctx.needs_input_grad[:4]) and _joins(how_gate.recipe):
+        if all(ctx.needs_input_grad[:4]) and joins(how_gate.recipe):
             weights = (w_gate, w_up, w_down)
             grad_x, *grads = _backward_in_codes(ctx.hows, grad_MH, kept, gate_up, h_amax, weights)
             return grad_x.to(ctx.x_dtype), *grads, *none
@@ -100,12 +100,6 @@ class GatedMLPFunction(torch.autograd.Function):
                 grad_x = part if grad_x is None else grad_x.add_(part)
         grad_x = None if grad_x is None else grad_x.to(ctx.x_dtype)
         return grad_x, *grads, grad_down, *none
-
-
-def _joins(recipe: Recipe) -> bool:
-    """`joins`, where nothing is traced: torch.compile takes no operator that writes to an argument
-    and returns a list."""
-    return joins(recipe) and not torch.compiler.is_compiling()
 
 
 def _backward_in_codes(hows, grad_MH, kept: Kept, gate_up: list, h_amax, weights):
