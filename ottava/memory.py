@@ -25,6 +25,7 @@ from .allocator import AllocatorRecorder, TraceError
 from .config import PRESETS, ConfigError, Data, Model, Run
 from .lifetimes import CATEGORIES, MemoryTracker, Peak, follow, replay
 from .models import load
+from .numerics.preset import RECOMPUTES
 from .rehearsal import Rehearsal
 
 GIB = float(1 << 30)
@@ -284,8 +285,7 @@ def _estimate(run: Run, model: nn.Module | None, device: str) -> MemoryReport:
 def _alternatives(run: Run) -> Iterator[Run]:
     """Runs that need less memory: more recompute, fp8-lean, then smaller micro-batches."""
     own, lean = run.train.preset, "fp8-lean"
-    more = ("none", "mlp", "layer")
-    more = more[more.index(run.train.recompute) + 1 :]
+    more = RECOMPUTES[RECOMPUTES.index(run.train.recompute) + 1 :]
     tries = [(own, r) for r in more]
     if PRESETS[own].compute in ("fp8", "autocast-bf16", "bf16", "fp32") and own != lean:
         tries += [(lean, run.train.recompute), *((lean, r) for r in more)]

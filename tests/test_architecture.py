@@ -24,8 +24,6 @@ ONLY = {  # a library and the places that may import it
     "transformers": ("models/", "layers/attention.py", "train/", "integrations/"),
     "torchao": ("bench/peers",),
 }  # fmt: skip
-# What a strategy is, and the function that chooses one, stand in one file.
-LATE = {("distributed.strategy", "distributed.ddp"), ("distributed.strategy", "distributed.fsdp2")}
 # Models hold no 8-bit code; beside them lie the checkpoints that do.
 PLAIN = ("mimo", "blocks", "moe", "mtp", "attention_core", "config", "presets")
 FILES = sorted(ROOT.rglob("*.py"))
@@ -90,8 +88,6 @@ def test_imports_point_downwards(path):
 
 def test_no_file_imports_itself_through_others():
     below = {name_of(p): neighbours(p) - {name_of(p)} for p in FILES}
-    for importer, late in LATE & {(a, b) for a in below for b in below[a]}:
-        below[importer].discard(late)
     while True:  # take away what imports nothing that is left, and what nothing left imports
         needed = set().union(*below.values())
         loose = [n for n in below if n not in needed or not below[n] & below.keys()]

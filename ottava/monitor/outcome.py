@@ -133,7 +133,7 @@ def _little_in_fp8(facts: Facts) -> Seen | None:
 def _emulated(facts: Facts) -> Seen | None:
     if not (facts.on_gpu and facts.fp8 and facts.start.get("emulated")):
         return None
-    return Seen(f"{facts.start.get('device')} has no FP8 unit: every FP8 GEMM is emulated")
+    return Seen(f"{facts.start.get('device')} has no FP8 unit for this recipe: every FP8 GEMM is emulated")
 
 
 # ---- table 6.3, and what a validation loss says ----

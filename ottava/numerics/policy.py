@@ -186,7 +186,7 @@ class Plan:
 
     def summary(self) -> str:
         """One line: how many modules, and the share of weights and FLOPs, run in FP8."""
-        unit = "FP8, emulated: no FP8 unit here" if self.emulated else "FP8"
+        unit = "FP8, emulated: no FP8 unit for it here" if self.emulated else "FP8"
         return (
             f"{self.num_fp8} modules in {unit}; {self.share_weights:.1%} of the weights, "
             f"{self.share_flops:.1%} of the GEMM FLOPs; {self.num_kept} keep 8-bit codes"

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..kernels.gemm import has_fp8_unit
 from ..monitor.console import RunConsole, changed_options
 from ..monitor.diagnose import diagnose
 from ..monitor.metrics import VERSION, MetricsWriter
@@ -324,7 +323,7 @@ def _opening(trainer: Trainer, speed: Speed) -> list[str]:
     params = sum(p.numel() for p in trainer.model.parameters())
     lines += [f"note: {note}" for note in trainer.strategy.notes()]
     lines.append(f"model: {params / 1e6:,.1f} M parameters on {trainer.device}")
-    emulated = trainer.settings.compute == "fp8" and not has_fp8_unit(trainer.device)
+    emulated = plan is not None and plan.emulated
     lines.append(f"speed: percent is of {speed}" + (" (FP8 is emulated here)" if emulated else ""))
     lines.append(f"launches: {trainer.graph_note}")
     if trainer.step:

@@ -42,12 +42,6 @@ from .data import load_data
 from .forward import Batch, inputs_of, mean_loss, window_loss
 from .heal import Health, Precision
 
-_AUTOCAST = {
-    "autocast-bf16": torch.bfloat16,
-    "autocast-fp16": torch.float16,
-    "fp8": torch.bfloat16,
-    "storage": torch.bfloat16,
-}
 ROUTER_BIAS_RATE = 1e-3  # loss-free balancing of experts, for models that start from nothing
 
 
@@ -287,7 +281,7 @@ class Trainer:
     @contextmanager
     def precision(self) -> Iterator[None]:
         """Where forwards of this run happen."""
-        dtype = _AUTOCAST.get(self.settings.compute)
+        dtype = self.settings.autocast_dtype
         with (
             torch.autocast(self.device.type, dtype or torch.bfloat16, enabled=dtype is not None),
             self.eight_bit(),
