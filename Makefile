@@ -14,7 +14,7 @@ demo: $(INSTALLED)
 	$(BIN)/ottava compare runs/demo.toml
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest tests
+	$(BIN)/python -m pytest -n auto tests
 
 lint: $(INSTALLED)
 	@test -x $(BIN)/ruff || $(BIN)/pip install -q ruff
