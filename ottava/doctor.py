@@ -17,7 +17,7 @@ from .config import PRESETS, Preset
 
 # distribution, what it is for, the line that installs it
 OPTIONAL = {
-    "transformer-engine": ("another backend for FP8 linears", "pip install 'ottava[te]'"),
+    "transformer-engine": ("measured beside ours by compare --peers", "pip install 'ottava[te]'"),
     "deepspeed": ("several GPUs with ZeRO", "pip install 'ottava[deepspeed]'"),
     "datasets": ("Hugging Face data sets", "pip install 'ottava[data]'"),
     "pyarrow": (".parquet files", "pip install 'ottava[data]'"),

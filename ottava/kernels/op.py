@@ -25,7 +25,7 @@ else:  # a machine without Triton (no GPU): kernels stay definable, and say so w
     class _NoTriton:
         """Stands in for triton where it is not installed; only launching a kernel is an error."""
 
-        constexpr = object
+        constexpr = staticmethod(lambda value=None: value)
 
         def jit(self, fn: Callable | None = None, **_options) -> Callable:
             if fn is None:
