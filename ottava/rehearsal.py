@@ -24,7 +24,7 @@ from .allocator import block_sizes
 from .config import Run
 from .convert import revert
 from .kernels.split import SplitParameter
-from .layers.saved import clock
+from .layers.delayed import clock
 from .lifetimes import MemoryTracker, Peak, follow, replay
 from .models.mimo import MiMoPreTrainedModel
 from .models.moe import Router, update_router_bias

@@ -45,7 +45,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import ottava
 from ottava.kernels.moments import ref_decode_m
 from ottava.kernels.split import SplitParameter
-from ottava.layers import saved
+from ottava.layers import delayed
 from ottava.models.moe import Router
 from ottava.numerics.formats import error_db
 from ottava.numerics.recipe import Cast, Recipe
@@ -322,7 +322,7 @@ def test_checkpoint_grows_with_training():
         if number in (1, 10, 300):
             file = io.BytesIO()
             torch.save((model.state_dict(), optimizer.state_dict(), amax_state(model)), file)
-            sizes.append((len(file.getvalue()), len(saved._histories)))
+            sizes.append((len(file.getvalue()), len(delayed._histories)))
     assert sizes[0] == sizes[1] == sizes[2]
 
 

@@ -17,8 +17,8 @@ from ottava.config import ConfigError
 from ottava.distributed.ddp import Reducer
 from ottava.distributed.ranks import all_max
 from ottava.kernels.cast import scale_from_amax
+from ottava.layers.delayed import AmaxHistory, agree_amax
 from ottava.layers.linear import Linear
-from ottava.layers.saved import AmaxHistory, agree_amax
 from ottava.train.checkpoint import Checkpoint, checkpoints
 from ottava.train.loop import _Loop
 from ottava.train.resume import _histories

@@ -12,7 +12,7 @@ from tiny_run import tiny_run
 from torch import nn
 
 from ottava.config import ConfigError, Model
-from ottava.layers.saved import clock as rounding
+from ottava.layers.delayed import clock as rounding
 from ottava.optim.adamw import AdamW
 from ottava.optim.fused_backward import fuse_backward
 from ottava.train import captured

@@ -11,8 +11,8 @@ from torch import nn
 
 from ottava.kernels.cast import scale_from_amax
 from ottava.layers.autocast import autocast
+from ottava.layers.delayed import discard_amax
 from ottava.layers.linear import Linear
-from ottava.layers.saved import discard_amax
 from ottava.numerics.formats import E4M3, E5M2, error_db
 from ottava.numerics.recipe import RECIPES, Cast, Gemm, Recipe
 
@@ -234,9 +234,9 @@ def test_models_leave_nothing_behind():
         gc.collect()
     gc.unfreeze()
     assert torch.equal(outputs[0], outputs[-1])
-    from ottava.layers import saved
+    from ottava.layers import delayed
 
-    assert len(saved._histories) == 0
+    assert len(delayed._histories) == 0
 
 
 def test_output_is_bitwise_the_same_in_every_mode():

@@ -12,7 +12,7 @@ from ottava.allocator import (
     block_sizes,
     round_size,
 )
-from ottava.layers.saved import clock
+from ottava.layers.delayed import clock
 from ottava.lifetimes import CATEGORIES, MemoryTracker, Timeline, follow, replay
 from ottava.memory import estimate_memory, measure_memory, parameters_per_rank
 from ottava.models.load import load_model

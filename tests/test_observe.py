@@ -8,7 +8,7 @@ import torch
 from test_trainer import weights
 from tiny_run import tiny_run
 
-from ottava.layers.saved import AmaxHistory
+from ottava.layers.delayed import AmaxHistory
 from ottava.monitor.metrics import read_metrics
 from ottava.monitor.observe import Observer
 from ottava.monitor.operands import (

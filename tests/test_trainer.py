@@ -295,7 +295,7 @@ def test_settings_that_may_change_are_taken_and_announced(tmp_path):
 
 
 def test_another_history_length_is_kept_and_announced(tmp_path):
-    from ottava.layers import saved
+    from ottava.layers import delayed
 
     t = Trainer(tiny_run(tmp_path, "fp8", **DELAYED))
     t.step_once()
@@ -308,7 +308,7 @@ def test_another_history_length_is_kept_and_announced(tmp_path):
         "appended)"
     ]
     assert t.step_once().stepped
-    assert isinstance(t.model.model.layers[0].self_attn.qkv_proj._history, saved.AmaxHistory)
+    assert isinstance(t.model.model.layers[0].self_attn.qkv_proj._history, delayed.AmaxHistory)
 
 
 def test_damaged_newest_checkpoint_gives_way_to_the_older_one(tmp_path):

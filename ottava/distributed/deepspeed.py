@@ -19,7 +19,7 @@ from torch import nn
 
 from .. import prepare
 from ..config import ConfigError, Run
-from ..layers.saved import agree_amax, commit_amax
+from ..layers.delayed import agree_amax, commit_amax
 from ..optim.adamw import AdamW
 from ..optim.loss_scaler import GradScaler
 from .ds_config import apply, read

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..config import ConfigError, Run
-from ..layers.saved import agree_amax, clock
+from ..layers.delayed import agree_amax, clock
 from ..optim.loss_scaler import GradScaler
 from .strategy import Strategy
 

@@ -28,7 +28,8 @@ from ..kernels.random import make_key
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe
 from .autocast import HIGH, recipe_in_force
-from .saved import clock, save, saved
+from .delayed import clock
+from .saved import save, saved
 from .weights import (
     Stored,
     compute_dtype,

@@ -17,7 +17,8 @@ from ..kernels.joined import quantize_joined
 from ..kernels.random import make_key
 from ..kernels.swiglu_codes import swiglu_backward_amax, swiglu_backward_first
 from ..numerics.recipe import Cast, Recipe
-from .saved import Kept, clock, noted_amax, transposes
+from .delayed import clock
+from .saved import Kept, noted_amax, transposes
 from .weights import grad_dtype_of, weight_cols, weight_rows, weight_values
 
 

@@ -24,8 +24,9 @@ from ..kernels.joined import join_transposed
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import HIGH, recipe_in_force
+from .delayed import AmaxHistory
 from .how import How, flat, joined_grad_codes, joins
-from .saved import AmaxHistory, codes_of, noted_amax, save, saved
+from .saved import codes_of, noted_amax, save, saved
 from .waiting import leave, may_wait, take, whole
 from .weights import Stored, compute_dtype, grad_dtype_of, traceable, untraced, weight_rows
 

@@ -20,8 +20,9 @@ from ..kernels.cast import Quantized
 from ..kernels.norm_codes import norm_codes
 from ..numerics.recipe import Recipe, get_recipe
 from .autocast import recipe_in_force
+from .delayed import AmaxHistory
 from .how import How, flat
-from .saved import AmaxHistory, Kept, carry, cast_input, note_amax, save, saved
+from .saved import Kept, carry, cast_input, note_amax, save, saved
 from .waiting import leave, may_wait, take, waits, whole
 from .weights import Stored, grad_dtype_of, weight_values
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..kernels import cast as cast_kernels
 from ..kernels.split import SplitParameter, unpack_split
-from ..layers.saved import AmaxHistory
+from ..layers.delayed import AmaxHistory
 from ..numerics.formats import BLOCK, FORMATS
 from ..numerics.recipe import Cast
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from ..layers.saved import clock as rounding
+from ..layers.delayed import clock as rounding
 from ..optim.adamw import AdamW
 from ..optim.clock import DeviceClock, Update, advance
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..config import Run
 from ..distributed.strategy import Strategy
-from ..layers.saved import AmaxHistory, clock
+from ..layers.delayed import AmaxHistory, clock
 from ..numerics.policy import Plan
 from ..numerics.recipe import Cast, Recipe
 from ..optim.ema import EMA

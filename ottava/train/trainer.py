@@ -27,7 +27,7 @@ from .. import prepare
 from ..config import Run
 from ..distributed.choose import strategy_of
 from ..layers.autocast import autocast
-from ..layers.saved import clock, discard_amax
+from ..layers.delayed import clock, discard_amax
 from ..models.mimo import MiMoPreTrainedModel
 from ..models.moe import update_router_bias
 from ..monitor.locate import tracing
