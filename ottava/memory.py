@@ -2,8 +2,8 @@
 
 It builds the model on fake tensors, prepares it exactly as a run does (prepare.py), and runs real
 steps (the first one makes the optimizer's state) under the tracker of lifetimes.py. Nothing is a
-formula, so nothing can drift from the program; the one constant is what cuBLAS holds for itself.
-For CUDA, sizes are the caching allocator's blocks.
+formula; the one constant is what cuBLAS holds for itself. The rehearsed step (rehearsal.py) repeats
+the trainer's order of calls, so a test holds plans to measured steps. For CUDA, sizes are the caching allocator's blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a layer keeps for backward, decided in one place: which codes, in which order, shared by whom.
+"""The codes of a linear's input that are kept for backward: in which order, and shared by whom.
 
 A tensor that several linears read is cast once: its codes travel with the tensor object
 (`carry`, `codes_of`), and every reader keeps the same storage. Which order is kept follows from
