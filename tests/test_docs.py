@@ -55,6 +55,13 @@ def test_quick_commands_run_as_written(command):
     assert result.exit_code == 0, result.output
 
 
+def test_the_first_screen_has_the_measured_table_and_no_gap_is_left():
+    first = "\n".join(README.splitlines()[:30])
+    assert "tok/s" in first and "peak GiB" in first and "benchmarks/h200.md" in first
+    assert re.findall(r"<!-- (.*?) -->", README) == ["tree", "end of tree"]
+    assert "`make demo` 2 min" in README
+
+
 def test_links_lead_somewhere():
     for target in re.findall(r"\]\(([^)#]+)\)", README):
         if "://" not in target:
