@@ -70,6 +70,18 @@ def cast_input(x_MK: torch.Tensor, how, amax: torch.Tensor | None = None):
     return rows, Kept(cols, is_cols=True)
 
 
+def _home(x: torch.Tensor, any_order: bool = False) -> torch.Tensor:
+    """The tensor on which notes about x are left: the one that x is another shape of (or, with
+    any_order, another order of), else x.
+
+    A library's kernel may return a view of its own output (attention, heads and tokens swapped), and
+    a view of that view knows the first tensor alone.
+    """
+    base = x._base
+    same = base is not None and x.numel() == base.numel() and (any_order or x.is_contiguous())
+    return base if same else x
+
+
 def carried_by(x: torch.Tensor, cast: Cast) -> Carried | None:
     """The codes that travel with `x`, if they are of this cast and x has not changed since.
 
@@ -77,10 +89,7 @@ def carried_by(x: torch.Tensor, cast: Cast) -> Carried | None:
     """
     if torch.compiler.is_compiling():  # a version cannot be traced
         return None
-    carried = getattr(x, _SLOT, None)
-    if carried is None and x._base is not None:
-        whole = x.is_contiguous() and x.numel() == x._base.numel()
-        carried = getattr(x._base, _SLOT, None) if whole else None
+    carried = getattr(_home(x), _SLOT, None)
     if carried is None or carried.cast != cast or carried.version != x._version:
         return None
     return carried if carried.rows.codes.shape[1] == x.shape[-1] else None
@@ -91,7 +100,7 @@ def carry(x: torch.Tensor, cast: Cast, rows: Quantized, kept: Kept) -> None:
     x could not be seen."""
     if x.is_inference():
         return
-    setattr(x, _SLOT, Carried(cast, rows, kept, x._version))
+    setattr(_home(x), _SLOT, Carried(cast, rows, kept, x._version))
 
 
 def codes_of(x: torch.Tensor, cast: Cast, how) -> tuple[Quantized, Kept]:
@@ -129,7 +138,7 @@ def note_amax(grad: torch.Tensor, amax: torch.Tensor) -> None:
     """Let the amax of a gradient (fp32, (1,)), found by the kernel that made it, travel with it."""
     if torch.compiler.is_compiling():
         return
-    setattr(grad, _AMAX, (amax, grad._version))
+    setattr(_home(grad, any_order=True), _AMAX, (amax, grad._version))
 
 
 def noted_amax(grad: torch.Tensor) -> torch.Tensor | None:
@@ -137,7 +146,5 @@ def noted_amax(grad: torch.Tensor) -> torch.Tensor | None:
     None where there is none, or the values have changed since."""
     if torch.compiler.is_compiling():
         return None
-    noted = getattr(grad, _AMAX, None)
-    if noted is None and grad._base is not None and grad.numel() == grad._base.numel():
-        noted = getattr(grad._base, _AMAX, None)
+    noted = getattr(_home(grad, any_order=True), _AMAX, None)
     return noted[0] if noted is not None and noted[1] == grad._version else None
