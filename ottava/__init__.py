@@ -12,7 +12,6 @@ from .layers.autocast import autocast
 from .layers.blocks import LayerNormLinear, LayerNormMLP
 from .layers.linear import Linear
 from .layers.norm import LayerNorm, RMSNorm
-from .memory import estimate_memory
 from .models.fp8_checkpoint import load_fp8
 from .models.fp8_save import save_fp8
 from .numerics.policy import Plan, Policy
@@ -22,6 +21,7 @@ from .optim.clip import clip_grad_norm_
 from .optim.ema import EMA
 from .optim.fused_backward import fuse_backward
 from .optim.loss_scaler import GradScaler
+from .planner.memory import estimate_memory
 from .quantize import quantize
 
 __version__ = "0.1.0"

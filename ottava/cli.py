@@ -124,7 +124,7 @@ def plan(
         else:
             run = load_run(run_file, overrides or ())
         run = run.with_preset(preset).check() if preset else run
-        from .memory import estimate_memory
+        from .planner.memory import estimate_memory
         from .train.out_of_memory import available_gib
 
         device = "cuda" if gib else _device_of(run)

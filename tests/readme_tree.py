@@ -10,6 +10,7 @@ _FOLDERS = {
     "layers": "modules that compute and keep in 8 bits", "optim": "AdamW on split masters, scaling, EMA",
     "models": "plain PyTorch, no FP8 inside; FP8 checkpoints", "distributed": "how ranks work together",
     "monitor": "what a run says of itself", "train": "data, checkpoints, the loop",
+    "planner": "bytes and times of a step, before anything is allocated",
     "integrations": "inside other libraries", "bench": "comparisons and reports",
 }  # fmt: skip
 

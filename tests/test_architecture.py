@@ -10,10 +10,10 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1] / "ottava"
 LEVELS = {
-    "numerics": 0, "schema": 1, "kernels": 1, "lifetimes": 1, "allocator": 1.5,
+    "numerics": 0, "schema": 1, "kernels": 1,
     "stretch": 1.5, "sections": 1.6, "config": 1.7,
     "layers": 2, "optim": 2, "models": 2, "recompute": 2.5, "resolve": 2.8, "amp": 3, "quantize": 3,
-    "convert": 3, "prepare": 3.2, "rehearsal": 3.4, "memory": 3.6, "distributed": 4, "monitor": 4,
+    "convert": 3, "prepare": 3.2, "distributed": 4, "monitor": 4, "planner": 4.5,
     "train": 5, "integrations": 5, "bench": 6, "doctor": 6.5, "terminal": 6.8, "cli": 7, "__main__": 8,
     "__init__": 9,
 }  # fmt: skip

@@ -23,7 +23,7 @@ from ottava.bench.kernel_cases import CASES
 from ottava.bench.report import compare_page, write_report
 from ottava.bench.table import comparison_table
 from ottava.bench.workloads import WORKLOADS, counted_floor
-from ottava.lifetimes import CATEGORIES
+from ottava.planner.lifetimes import CATEGORIES
 from ottava.train.trainer import Trainer
 
 ROW = {

@@ -5,19 +5,19 @@ import torch
 from tiny_run import tiny_run
 from torch import nn
 
-from ottava.allocator import (
+from ottava.layers.delayed import clock
+from ottava.models.load import load_model
+from ottava.models.presets import preset_config
+from ottava.optim.adamw import AdamW
+from ottava.planner.allocator import (
     AllocatorRecorder,
     CachingAllocator,
     TraceError,
     block_sizes,
     round_size,
 )
-from ottava.layers.delayed import clock
-from ottava.lifetimes import CATEGORIES, MemoryTracker, Timeline, follow, replay
-from ottava.memory import estimate_memory, measure_memory, parameters_per_rank
-from ottava.models.load import load_model
-from ottava.models.presets import preset_config
-from ottava.optim.adamw import AdamW
+from ottava.planner.lifetimes import CATEGORIES, MemoryTracker, Timeline, follow, replay
+from ottava.planner.memory import estimate_memory, measure_memory, parameters_per_rank
 from ottava.train.trainer import Trainer
 
 MIB = 1 << 20

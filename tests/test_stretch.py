@@ -12,9 +12,9 @@ from torch import nn
 import ottava
 from ottava.kernels import gemm as gemm_kernels
 from ottava.layers.autocast import autocast
-from ottava.lifetimes import MemoryTracker
 from ottava.models.load import load_model
 from ottava.models.moe import Router
+from ottava.planner.lifetimes import MemoryTracker
 from ottava.recompute import restores_random_states, wrap_recompute
 from ottava.stretch import run_stretch
 from ottava.train.trainer import Trainer

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..config import PRESETS, Run, run_to_dict
-from ..memory import Measured, estimate_memory, measure_memory
+from ..planner.memory import Measured, estimate_memory, measure_memory
 from ..train import resume
 from ..train.trainer import Trainer
 from .machine import describe_how, describe_machine

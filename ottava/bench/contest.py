@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from ..memory import GIB, estimate_memory, measure_memory
+from ..planner.memory import GIB, estimate_memory, measure_memory
 from .compare import add_gaps, baseline_of, write_comparison
 from .kernels import KernelsRed, require_green, verify
 from .machine import describe_how, describe_machine

@@ -14,8 +14,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..lifetimes import CATEGORIES
 from ..monitor.metrics import read_metrics
+from ..planner.lifetimes import CATEGORIES
 from .charts import Series, bars, lines, smooth, stacked_bars
 from .page import facts, page, table
 from .run_page import run_page

@@ -10,7 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from ..lifetimes import CATEGORIES
+from ..planner.lifetimes import CATEGORIES
 
 _SHORT = {"gradients": "grads", "activations": "kept", "temporary": "temp"}
 _KIND = {"tensors": "bytes alive in tensors", "allocator": "the CUDA allocator's"}

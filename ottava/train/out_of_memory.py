@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ..config import Run
-from ..memory import GIB, estimate_memory
+from ..planner.memory import GIB, estimate_memory
 
 
 class OutOfMemory(RuntimeError):

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
 )
 
+from ..config import PRESETS, ConfigError, Data, Model, Run
+from ..models import load
+from ..numerics.preset import RECOMPUTES
 from .allocator import AllocatorRecorder, TraceError
-from .config import PRESETS, ConfigError, Data, Model, Run
 from .lifetimes import CATEGORIES, MemoryTracker, Peak, follow, replay
-from .models import load
-from .numerics.preset import RECOMPUTES
 from .rehearsal import Rehearsal
 
 GIB = float(1 << 30)

@@ -19,18 +19,18 @@ import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from . import prepare
+from .. import prepare
+from ..config import Run
+from ..convert import revert
+from ..kernels.split import SplitParameter
+from ..layers.delayed import clock
+from ..models.mimo import MiMoPreTrainedModel
+from ..models.moe import Router, update_router_bias
+from ..optim.clip import fast_norm
+from ..optim.ema import EMA
+from ..recompute import wrap_recompute
 from .allocator import block_sizes
-from .config import Run
-from .convert import revert
-from .kernels.split import SplitParameter
-from .layers.delayed import clock
 from .lifetimes import MemoryTracker, Peak, follow, replay
-from .models.mimo import MiMoPreTrainedModel
-from .models.moe import Router, update_router_bias
-from .optim.clip import fast_norm
-from .optim.ema import EMA
-from .recompute import wrap_recompute
 
 # Measured: cuBLAS keeps a workspace for each thread that multiplies (forward's and backward's).
 CUBLAS_WORKSPACE = 2 * (32 << 20)
