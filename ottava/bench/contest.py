@@ -47,14 +47,21 @@ SAME = 0.01  # by which the peak of the timed steps may differ from the step tha
 # ---- in the process of one variant ----
 
 
-def measure_variant(variant: Variant, workload: Workload, seed: int = 0) -> dict[str, Any]:
-    """One repeat of one variant, in this process: a row without medians and gap."""
+def measure_variant(
+    variant: Variant, workload: Workload, seed: int = 0, look: bool = True
+) -> dict[str, Any]:
+    """One repeat of one variant, in this process: a row without medians and gap.
+
+    `look`: also ask the planner, and look into one step for its memory by category. That tells the
+    same every time, so one repeat is enough.
+    """
+    begun = time.perf_counter()
     row: dict[str, Any] = {"name": variant.name, "status": "not run", "reason": variant.missing()}
     if row["reason"]:
         return row
     if variant.dense and counted_floor(workload) is None:
         return {**row, "reason": f"{workload.model} is not a dense model"}
-    if variant.preset:
+    if variant.preset and look:
         planned = estimate_memory(
             workload.run(variant.preset, steps=1, recompute=variant.recompute), device="cuda"
         )
@@ -63,14 +70,21 @@ def measure_variant(variant: Variant, workload: Workload, seed: int = 0) -> dict
         if not planned.fits(free / GIB):
             reason = f"needs {planned.peak_gib:.1f} GiB; {free / GIB:.1f} of {total / GIB:.1f} free"
             return {**row, "reason": reason}
+    spent = {"plan": time.perf_counter() - begun}
     built = variant.build(workload, seed)
+    spent["build"] = time.perf_counter() - begun
     notes = variant.wrong_versions()
     losses = [built.step() for _ in range(WARMUP)]
-    seen: list[float] = []
-    measured = measure_memory(lambda: seen.append(built.step()), built.model, built.optimizer)
-    losses += seen
-    memory: dict[str, int] | None = dict(measured.peak.by_category) or None
-    notes += [measured.problem] if measured.problem else []
+    spent["warm-up"] = time.perf_counter() - begun
+    memory: dict[str, int] | None = None
+    if look:
+        seen: list[float] = []
+        measured = measure_memory(lambda: seen.append(built.step()), built.model, built.optimizer)
+        losses += seen
+        memory = dict(measured.peak.by_category) or None
+        notes += [measured.problem] if measured.problem else []
+        row["peak_phase"] = measured.peak.phase
+        losses.append(built.step())  # what was looked into may be captured again
     torch.cuda.reset_peak_memory_stats()
     times = []
     for _ in range(STEPS):
@@ -92,18 +106,18 @@ def measure_variant(variant: Variant, workload: Workload, seed: int = 0) -> dict
         "reason": "",
         "notes": notes,
         "peak_bytes": peak,
-        "peak_phase": measured.peak.phase,
         "memory": memory,
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "step_ms_each": [1e3 * t for t in times],
         "tok_per_s_each": [workload.tokens / statistics.median(times)],
         "losses": losses,
+        "seconds": {**spent, "all": time.perf_counter() - begun},
     }
 
 
-def _child(name: str, workload: Workload, out: Path) -> int:
+def _child(name: str, workload: Workload, out: Path, look: bool) -> int:
     try:
-        row = measure_variant(VARIANTS[name], workload)
+        row = measure_variant(VARIANTS[name], workload, look=look)
     except BaseException as error:
         traceback.print_exc()
         lines = str(error).strip().splitlines() or [""]
@@ -140,7 +154,7 @@ def contest(
         for variant in variants:
             path = raw / f"{workload.name}-{_slug(variant.name)}-{repeat}.json"
             if not path.is_file() and time.monotonic() - begun <= seconds:
-                _run_child(variant, workload, path)
+                _run_child(variant, workload, path, look=repeat == 0)
                 row = json.loads(path.read_text("utf-8"))
                 _say(f"{workload.name} {variant.name} ({repeat + 1} of {repeats}): {_brief(row)}")
     rows = [_merged(_read(raw, workload, v, repeats)) for v in variants]
@@ -169,9 +183,10 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _run_child(variant: Variant, workload: Workload, path: Path) -> None:
+def _run_child(variant: Variant, workload: Workload, path: Path, look: bool) -> None:
     command = [sys.executable, "-m", "ottava.bench.contest", workload.name,
                "--child", variant.name, "--raw", str(path)]  # fmt: skip
+    command += ["--look"] if look else []
     log = path.with_suffix(".log")
     with log.open("w", encoding="utf-8") as stream:
         try:
@@ -197,7 +212,8 @@ def _brief(row: Mapping[str, Any]) -> str:
     if row["status"] != "ok":
         return f"{row['status']}: {row['reason']}"
     speed = statistics.median(row["tok_per_s_each"])
-    return f"{speed:,.0f} tok/s, peak {row['peak_bytes'] / 1e9:.2f} GB"
+    took = row.get("seconds", {}).get("all", math.nan)
+    return f"{speed:,.0f} tok/s, peak {row['peak_bytes'] / 1e9:.2f} GB [{took:.0f} s]"
 
 
 def _say(line: str) -> None:
@@ -232,9 +248,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--commit", default="", help="names the code where there is no git")
     parser.add_argument("--child", choices=list(VARIANTS), help=argparse.SUPPRESS)
     parser.add_argument("--raw", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--look", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.child:
-        return _child(options.child, WORKLOADS[options.workload], options.raw)
+        return _child(options.child, WORKLOADS[options.workload], options.raw, options.look)
     try:
         variants = choose(options.peers, options.only)
         workload = the_workload(options.workload)
