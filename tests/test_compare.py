@@ -23,6 +23,9 @@ from ottava.bench.kernel_cases import CASES
 from ottava.bench.report import compare_page, write_report
 from ottava.bench.table import comparison_table
 from ottava.bench.workloads import WORKLOADS, counted_floor
+from ottava.layers.attention import Attention
+from ottava.layers.experts import Experts
+from ottava.models.load import load_model
 from ottava.planner.lifetimes import CATEGORIES
 from ottava.train.trainer import Trainer
 
@@ -297,6 +300,23 @@ def test_a_dense_peer_is_not_run_on_experts(monkeypatch):
     monkeypatch.setattr(peers, "version_of", lambda name: "2.20.2")
     row = contest_module.measure_variant(peers.VARIANTS["TE block"], WORKLOADS["base"])
     assert row["status"] == "not run" and "not a dense model" in row["reason"]
+
+
+def test_bf16_with_grouped_experts_runs_our_kernels_and_keeps_no_code(monkeypatch):
+    row = contest_module.measure_variant(peers.VARIANTS["bf16, grouped experts"], WORKLOADS["W1"])
+    assert row["status"] == "not run" and row["reason"].endswith("is a dense model")
+    model = load_model("demo", dtype=torch.bfloat16)
+    monkeypatch.setattr(peers, "_bf16_model", lambda *_: model)
+    ids = torch.randint(0, 256, (2, 32))
+    monkeypatch.setattr(peers, "random_batches", lambda *_: iter([(ids, ids)] * 3))
+    built = peers.VARIANTS["bf16, grouped experts"].build(WORKLOADS["base"], 0)
+    assert built.step() > built.step()
+    assert sum(isinstance(m, Attention) for m in model.modules()) == 5
+    assert sum(isinstance(m, Experts) for m in model.modules()) == 4
+    dtypes = set()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: dtypes.add(t.dtype) or t, lambda t: t):
+        model(input_ids=ids, labels=ids, use_cache=False)
+    assert not dtypes & {torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 def test_a_workload_that_cannot_fit_says_so_first(monkeypatch):

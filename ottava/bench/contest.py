@@ -59,8 +59,10 @@ def measure_variant(
     row: dict[str, Any] = {"name": variant.name, "status": "not run", "reason": variant.missing()}
     if row["reason"]:
         return row
-    if variant.dense and counted_floor(workload) is None:
-        return {**row, "reason": f"{workload.model} is not a dense model"}
+    dense = counted_floor(workload) is not None
+    if (variant.dense and not dense) or (variant.moe and dense):
+        kind = "not a dense model" if variant.dense else "a dense model"
+        return {**row, "reason": f"{workload.model} is {kind}"}
     if variant.preset and look:
         planned = estimate_memory(
             workload.run(variant.preset, steps=1, recompute=variant.recompute), device="cuda"

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import PRESETS
+from ..convert import convert, plan
 from ..models.load import load_model
 from ..models.presets import preset_config
+from ..numerics.recipe import Gemm, Recipe
 from ..recompute import decoder_layers
 from ..train.trainer import Trainer
 from .machine import version_of
@@ -37,7 +39,7 @@ class Built:
 
 @dataclass(frozen=True)
 class Variant:
-    """`needs`: (distribution, version that it was written for). `dense`: only for dense models.
+    """`needs`: (distribution, version that it was written for). `dense`, `moe`: only for such models.
 
     `preset`, `recompute`: what our planner can say about its memory; empty for a peer.
     """
@@ -46,6 +48,7 @@ class Variant:
     build: Callable[[Workload, int], Built]
     needs: tuple[tuple[str, str], ...] = ()
     dense: bool = False
+    moe: bool = False
     preset: str = ""
     recompute: str = "none"
 
@@ -96,6 +99,27 @@ def _ours(preset: str, recompute: str = "none", compiled: bool = False, recipe: 
 def _compile_layers(model: nn.Module) -> None:
     for layer in decoder_layers(model):
         layer.compile()
+
+
+# ---- BF16 through the kernels that our presets use: grouped experts, windowed attention ----
+
+_IN_BF16 = Recipe(
+    name="bf16",
+    output=Gemm(fp8=False),
+    grad_input=Gemm(fp8=False),
+    grad_weight=Gemm(fp8=False),
+    keep="high",
+)
+
+
+def _grouped_bf16(workload: Workload, seed: int) -> Built:
+    model = _bf16_model(workload, seed)
+    made = plan(model, _IN_BF16)
+    rows = [
+        replace(r, recipe=_IN_BF16, plain=False) if r.kind == "attention" else r for r in made.rows
+    ]
+    convert(model, replace(made, rows=tuple(rows)))
+    return _trained(workload, model, _adamw(model), _plain_loss, seed)
 
 
 # ---- torchao, with Liger's loss and FlashAdamW ----
@@ -253,6 +277,7 @@ OURS = (
     Variant("fp8-lean, delayed", _ours("fp8-lean", recipe="delayed"), preset="fp8-lean"),
 )
 PEERS = (
+    Variant("bf16, grouped experts", _grouped_bf16, moe=True),
     Variant("amp, compiled", _ours("amp", compiled=True)),
     Variant("bf16, compiled", _ours("bf16", compiled=True)),
     Variant("torchao tensorwise", _torchao("tensorwise"), (_AO,)),
