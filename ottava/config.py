@@ -158,6 +158,11 @@ def _check_model_and_data(run: Run) -> None:
             "model.random_init: a model preset always starts from nothing; remove the key, or use "
             "model.path"
         )
+    if model.layout != "auto" and (model.random_init or not model.path):
+        raise ConfigError(
+            f"model.layout: {model.layout!r} says how the FP8 files of model.path are laid out, and "
+            "none are read here; remove the key"
+        )
     if not data.source:
         raise ConfigError("data.source: empty; use stdlib, random, a file, a folder or a name")
 

@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from .config import Run
+from .config import ConfigError, Run
 from .convert import convert
 from .convert import plan as make_plan
-from .models.load import load_config, load_model
+from .models.fp8_checkpoint import load_fp8, load_vectors
+from .models.load import holds_fp8, load_config, load_model, skeleton
+from .models.storage import RESIDUAL_BITS
 from .numerics.policy import Plan
 from .optim.adamw import AdamW
 from .optim.fused_backward import FusedBackward, fuse_backward
@@ -39,6 +41,31 @@ def build_model(run: Run, device: str | torch.device) -> nn.Module:
         seed=run.seed,
         random_init=m.random_init,
     )
+
+
+def ready_model(run: Run, device: torch.device) -> tuple[nn.Module, Plan | None]:
+    """The run's model on `device`, converted, with its weights; and its plan, None without one.
+
+    FP8 files go straight into the form that the model trains in: planned and converted on meta, it
+    is filled group by group. Raises ValueError as `load_model` and `load_fp8` do, nothing half-loaded.
+    """
+    m = run.model
+    if m.random_init or not (m.path and holds_fp8(m.path)):
+        if m.layout != "auto":
+            raise ConfigError(
+                f"model.layout: {m.layout!r} is for FP8 files, and {m.path} holds none (its "
+                "config.json has no FP8 quantization_config); remove the key"
+            )
+        model = build_model(run, device)
+        return model, convert_for(run, model, device)
+    dtype = DTYPES[run.settings.param_dtype]
+    model = skeleton(m.path, overrides=m.overrides, dtype=dtype)
+    layout = None if m.layout == "auto" else m.layout
+    load_vectors(m.path, model, layout, device=device)
+    plan = convert_for(run, model, device)
+    master = run.settings.master if run.settings.master in RESIDUAL_BITS else None
+    load_fp8(m.path, model, layout, master=master, device=device)
+    return model, plan
 
 
 def convert_for(run: Run, model: nn.Module, device: str | torch.device) -> Plan | None:

@@ -24,6 +24,9 @@ class Model:
         doc="Hugging Face config keys to change, such as num_hidden_layers.", factory=dict
     )
     random_init: bool = key(False, "With path: read the config only and start from nothing.")
+    layout: str = key("auto", "With a path to FP8 files: how q, k, v are laid out; released (Xiaomi's "
+                      "files), canonical ([Q | K | V]), auto where the files say it.",
+                      choices=("auto", "canonical", "released"))  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -75,13 +75,11 @@ def load_fp8(
         raise ValueError(f"master: {master!r} is not one of {', '.join(RESIDUAL_BITS)}")
     shards, jobs, origin = open_fp8(path_or_id, model, layout, skip)
     try:
+        _check_covered(shards, jobs, model)
         memory = _read(shards, jobs, origin, model, master, device)
     finally:
         shards.close()
-    tied = _names(model)
-    with torch.no_grad():
-        for name in list(memory):
-            memory.pop(name).put_into(model, tied[name])
+    _put(memory, model)
     model.__dict__["_ottava_fp8"] = origin
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         del model.config.quantization_config  # its parameters are none of the library's FP8
@@ -92,6 +90,25 @@ def load_fp8(
             f"{origin.inexact[0]}): their blocks' scales lie too far apart for one scale{hint}",
             stacklevel=2,
         )
+    return model
+
+
+def load_vectors(
+    path_or_id: str | Path,
+    model: nn.Module,
+    layout: str | None = None,
+    *,
+    device: str | torch.device | None = None,
+) -> nn.Module:
+    """Give the norms, biases and sinks of a model on meta their values, which a plan looks at;
+    `load_fp8` reads them again with all else. Arguments, checks and errors are its own."""
+    shards, jobs, origin = open_fp8(path_or_id, model, layout)
+    vectors = [j for j in jobs if all(s.grid is None for s in j.group.stored)]
+    try:
+        memory = _read(shards, vectors, origin, model, None, device)
+    finally:
+        shards.close()
+    _put(memory, model)
     return model
 
 
@@ -157,22 +174,39 @@ def _read_scales(shards: Shards, jobs: list[Job], origin: Origin) -> None:
 
 def _read(shards, jobs, origin, model, master, device) -> dict[str, Storage]:
     """The memory of every tensor of the model, filled from the files; the model is not touched."""
-    targets = dict(model.named_parameters()) | dict(model.named_buffers())
+    targets = _tensors(model)
     memory: dict[str, Storage] = {}
     for job in jobs:
         for part in job.group.parts:
             old = targets[part.target]
             if part.target not in memory:
                 place = (device or "cpu") if old.is_meta else old.device
-                memory[part.target] = Storage.empty(Form.of(old, master), tuple(old.shape), place)
+                form = Form.of(old, master, job.sources[0].scale is not None)
+                memory[part.target] = Storage.empty(form, tuple(old.shape), place)
         _fill(shards, job, origin, memory)
-    for name, tensor in targets.items():
-        if tensor.is_meta and name not in memory:
+    return memory
+
+
+def _check_covered(shards: Shards, jobs: list[Job], model: nn.Module) -> None:
+    filled = {p.target for job in jobs for p in job.group.parts}
+    for name, tensor in _tensors(model).items():
+        if tensor.is_meta and name not in filled:
             raise ValueError(
                 f"{shards.folder}: the model's {name} is on meta and no checkpoint holds it; give "
                 "a model that has memory"
             )
-    return memory
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def _put(memory: dict[str, Storage], model: nn.Module) -> None:
+    """Make what was read the model's, tensor after tensor."""
+    tied = _names(model)
+    with torch.no_grad():
+        for name in list(memory):
+            memory.pop(name).put_into(model, tied[name])
 
 
 def read_group(shards: Shards, job: Job, origin: Origin, device):

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from .config import MiMoConfig, MiMoV2Config, MiMoV2FlashConfig
 from .mimo import MODELS, Router, own_parameters
 from .presets import ALIASES, PRESETS, merge_overrides, preset_config
+from .shards import read_json
 
 CONFIGS = {c.model_type: c for c in (MiMoV2Config, MiMoV2FlashConfig, MiMoConfig)}
 
@@ -36,7 +38,7 @@ def load_config(name_or_path: str, overrides: dict[str, Any] | None = None) -> P
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"model: {folder} holds no config.json")
-    keys = json.loads(path.read_text())
+    keys = read_json(path)
     if keys.get("model_type") in CONFIGS:
         return CONFIGS[keys["model_type"]](**merge_overrides(keys, overrides))
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -81,7 +83,7 @@ def load_model(
             )
         cls = MODELS[config.model_type] if ours else AutoModelForCausalLM
         return _read(cls, name_or_path, config, dtype).to(device).train()
-    if ours and quantized:
+    if quantized:
         del config.quantization_config  # random weights are not
     config.dtype = dtype
     with torch.device("meta"):
@@ -94,6 +96,50 @@ def load_model(
             torch.manual_seed(seed)
             model = _foreign(config).to(dtype).to(device)
     return model.train()
+
+
+def holds_fp8(name_or_path: str) -> bool:
+    """Whether this is a folder whose config.json says that its weights are FP8."""
+    path = Path(name_or_path) / "config.json"
+    if not _is_folder(name_or_path) or not path.is_file():
+        return False
+    section = read_json(path).get("quantization_config") or {}
+    return section.get("quant_method") in ("fp8", "compressed-tensors")
+
+
+def skeleton(
+    folder: str, *, overrides: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32
+) -> nn.Module:
+    """The model of a folder in training mode, every parameter on meta, for `load_fp8` to fill.
+
+    Buffers that no file holds (another family's rotary tables) have their values. Raises ValueError
+    as `load_config` does.
+    """
+    config = load_config(folder, overrides)
+    if config.model_type in CONFIGS:
+        return load_model(folder, overrides=overrides, dtype=dtype, device="meta")
+    del config.quantization_config
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False, dtype=dtype)
+    model.tie_weights()
+    return model.train()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are built inside have their parameters on meta, their buffers in memory."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, value: nn.Parameter | None) -> None:
+        if value is not None and not value.is_meta:
+            value = nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
+        register(module, name, value)
+
+    nn.Module.register_parameter = on_meta
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register
 
 
 def _read(cls, folder: str, config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:

@@ -55,7 +55,7 @@ class Shards:
         if not self.folder.is_dir():
             raise ValueError(f"{folder}: no such folder")
         index = self.folder / INDEX
-        listed = _json(index).get("weight_map") if index.exists() else None
+        listed = read_json(index).get("weight_map") if index.exists() else None
         if listed is not None and not isinstance(listed, dict):
             raise ValueError(f"{index}: weight_map is damaged")
         found = sorted(p.name for p in self.folder.glob("*.safetensors"))
@@ -73,7 +73,7 @@ class Shards:
                     f"{folder}: {name!r} in {self.entries[name].file} is not in the index"
                 )
         config = self.folder / "config.json"
-        self.config: dict[str, Any] = _json(config) if config.exists() else {}
+        self.config: dict[str, Any] = read_json(config) if config.exists() else {}
 
     def _read_header(self, file: str) -> None:
         path = self.folder / file
@@ -130,7 +130,8 @@ def _entry(file: str, header: Mapping[str, Any], base: int) -> Entry:
     return entry
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError, one line."""
     try:
         value = json.loads(path.read_text())
     except (ValueError, OSError) as error:

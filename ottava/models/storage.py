@@ -37,13 +37,16 @@ class Form:
     cast: Cast | None = None
 
     @classmethod
-    def of(cls, tensor: Tensor, master: str | None = None) -> Form:
-        """As the tensor is now; under `master`, as AdamW would keep a weight that FP8 GEMMs read."""
+    def of(cls, tensor: Tensor, master: str | None = None, coded: bool = False) -> Form:
+        """As the tensor is now; under `master`, as AdamW would keep a weight that FP8 GEMMs read, or
+        one in BF16 that the files hold as codes (`coded`), whose values BF16 alone would round."""
         if isinstance(tensor, SplitParameter):
             return cls(tensor.dtype, 8 * tensor.residual.element_size(), tensor.cast)
         cast = getattr(tensor, "_ottava_cast", None)
         if master is not None and isinstance(cast, Cast) and cast.splits:
             return cls(torch.float8_e4m3fn, RESIDUAL_BITS[master], cast)
+        if master is not None and coded and tensor.dtype == torch.bfloat16 and tensor.requires_grad:
+            return cls(torch.bfloat16, RESIDUAL_BITS[master])
         return cls(tensor.dtype)
 
 

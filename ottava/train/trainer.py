@@ -80,8 +80,7 @@ class Trainer:
         _seed(run.seed)
         self.data = load_data(run, vocab_size=prepare.vocab_size(run))
         self.data.train.share(self.strategy.rank, self.strategy.world)
-        self.model = prepare.build_model(run, self.device)
-        self.plan = prepare.convert_for(run, self.model, self.device)
+        self.model, self.plan = prepare.ready_model(run, self.device)
         wrap_recompute(
             self.model, run.train.recompute, self.plan, self.eight_bit,
             draws_random=not isinstance(self.model, MiMoPreTrainedModel),
