@@ -116,6 +116,7 @@ def make_optimizer(run: Run, model: nn.Module) -> AdamW:
         weight_decay=o.weight_decay,
         master=settings.master,
         states=settings.states,
+        moments_on=o.moments_on,
         seed=run.seed,
     )
 

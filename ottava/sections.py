@@ -83,6 +83,9 @@ class Optimizer:
                       choices=("preset", *MASTERS))  # fmt: skip
     states: str = key("preset", "What the moments are kept in.",
                       choices=("preset", *STATES))  # fmt: skip
+    moments_on: str = key("device", "Where the moments live; host: in the CPU's memory, copied to "
+                          "the GPU and back beside the backward pass.",
+                          choices=("device", "host"))  # fmt: skip
     grads: str = key("preset", "What gradients are kept in.", choices=("preset", "fp32", "bf16"))
     fused: str = key("preset", "Step inside backward and keep no gradients.",
                      choices=("preset", "on", "off"))  # fmt: skip

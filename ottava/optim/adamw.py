@@ -6,7 +6,8 @@ master: what the weight is kept in. "fp32"; "bf16" with stochastic rounding; "sp
 an FP8 GEMM weight (marked `_ottava_cast` by convert) becomes its own e4m3 codes plus an 8- / 16-bit
 residual, any other weight BF16 plus such a residual (kernels/split.py). Parameters change in place,
 when the optimizer is built. states: "fp32", "bf16" (stochastic rounding), "8bit" (moments.py).
-Both are options of a parameter group too.
+moments_on: "device", or "host": moments live in the host's memory and visit the GPU for each update
+(host.py); with a fused backward that goes on beside it. All are options of a parameter group too.
 
 Small parameters (`is_small`: norms, biases, short vectors) always have FP32 moments, and an FP32 or
 (BF16 parameter) BF16 + 16-bit residual master, which is as exact. A parameter marked `_ottava_fp32`
@@ -20,6 +21,7 @@ rate, step and random key from the device, so that their launches can be capture
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any
 
@@ -32,6 +34,7 @@ from ..kernels.split import Split, SplitParameter, adopt_split, split_parameter
 from ..numerics.preset import MASTERS, STATES
 from ..numerics.recipe import Cast
 from .clock import DeviceClock
+from .host import MOMENTS, HostMoments, to_host
 
 SMALL = 4096
 SMALL_VECTOR = 1 << 18
@@ -75,9 +78,11 @@ class AdamW(torch.optim.Optimizer):
         *,
         master: str = "fp32",
         states: str = "fp32",
+        moments_on: str = "device",
         seed: int = 0,
     ) -> None:
         self.fused = None
+        self.host = HostMoments()
         self.clock: DeviceClock | None = None
         self._numbers: dict[torch.Tensor, int] = {}
         defaults = {
@@ -87,6 +92,7 @@ class AdamW(torch.optim.Optimizer):
             "weight_decay": weight_decay,
             "master": master,
             "states": states,
+            "moments_on": moments_on,
             "seed": seed,
         }
         super().__init__(params, defaults)
@@ -94,7 +100,7 @@ class AdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy steps by itself: plainly, not inside backward."""
         super().__setstate__(state)
-        self.fused, self.clock = None, None
+        self.fused, self.clock, self.host = None, None, HostMoments()
         params = chain.from_iterable(g["params"] for g in self.param_groups)
         self._numbers = {p: number for number, p in enumerate(params)}
 
@@ -132,6 +138,7 @@ class AdamW(torch.optim.Optimizer):
                     self.update(p, group, *scalars.on(p.grad.device))
         if self.fused is not None:
             self.fused.finish()
+        self.host.finish()
         return loss
 
     @torch.no_grad()
@@ -166,33 +173,40 @@ class AdamW(torch.optim.Optimizer):
         beta1, beta2 = group["betas"]
         split = isinstance(p, SplitParameter)
         master = state.get("master")
-        adamw_step(
-            local(p if master is None else master),
-            p.residual if split else None,
-            p.scale if split else None,
-            p.amax if split else None,
-            p.work if split else None,
-            local(p.grad).contiguous(),
-            state["m"],
-            state["v"],
-            state.get("m_scale"),
-            state.get("v_range"),
-            None if master is None else local(p),
-            lr_tensor,
-            grad_mul,
-            found_inf,
-            state["skipped"] if counted else None,
-            lr,
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            p.cast.margin if split and p.cast is not None else 0,
-            state["step"],
-            key,
-            row,
-        )
+        with self._moments(p, group) as moments:
+            adamw_step(
+                local(p if master is None else master),
+                p.residual if split else None,
+                p.scale if split else None,
+                p.amax if split else None,
+                p.work if split else None,
+                local(p.grad).contiguous(),
+                moments["m"],
+                moments["v"],
+                moments.get("m_scale"),
+                moments.get("v_range"),
+                None if master is None else local(p),
+                lr_tensor,
+                grad_mul,
+                found_inf,
+                state["skipped"] if counted else None,
+                lr,
+                beta1,
+                beta2,
+                group["eps"],
+                group["weight_decay"],
+                p.cast.margin if split and p.cast is not None else 0,
+                state["step"],
+                key,
+                row,
+            )
         torch.autograd.graph.increment_version(p)
+
+    def _moments(self, p: torch.Tensor, group: dict[str, Any]) -> AbstractContextManager[dict]:
+        """`p`'s moments on its device, for the time of an update."""
+        if not _on_host(p, group):
+            return nullcontext(self.state[p])
+        return self.host.visiting(p, self.state, p.grad.device)
 
     # ---- state ----
 
@@ -202,6 +216,7 @@ class AdamW(torch.optim.Optimizer):
         weights: include the split masters (codes, residual, scale, amax), so that loading restores
         every bit of them; False where a checkpoint keeps them with the model.
         """
+        self.host.synchronize()
         out = super().state_dict()
         out["state"] = {k: dict(v) for k, v in out["state"].items()}
         if weights:
@@ -228,7 +243,7 @@ class AdamW(torch.optim.Optimizer):
         if [len(g) for g in there] != [len(g) for g in here]:
             raise ValueError("AdamW.load_state_dict: the parameter groups differ from the saved")
         params, ids = list(chain.from_iterable(here)), chain.from_iterable(there)
-        state = {}
+        state, owners = {}, {p: g for g in self.param_groups for p in g["params"]}
         for number, (p, saved_id) in enumerate(zip(params, ids, strict=True)):
             saved = dict(state_dict["state"].get(saved_id, {}))
             _restore_split(p, number, {k: saved.pop(k) for k in _SPLIT_KEYS if k in saved})
@@ -239,10 +254,13 @@ class AdamW(torch.optim.Optimizer):
                 )
             if saved:
                 state[p] = {k: _copied(v, p.device) for k, v in saved.items()}
+                if _on_host(p, owners[p]):
+                    state[p].update(to_host({k: saved[k] for k in MOMENTS if k in saved}))
         self.state.clear()
         self.state.update(state)
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update({k: v for k, v in saved.items() if k != "params"})
+            # where moments live belongs to this process, not to what it had saved
+            group.update({k: v for k, v in saved.items() if k not in ("params", "moments_on")})
             group["betas"] = tuple(group["betas"])
         if self.fused is not None and "fused" in state_dict:
             self.fused.load_state_dict(state_dict["fused"])
@@ -269,7 +287,8 @@ class _Scalars:
 
 
 def _check(group: dict[str, Any]) -> None:
-    for name, choices in (("master", MASTERS), ("states", STATES)):
+    places = ("device", "host")
+    for name, choices in (("master", MASTERS), ("states", STATES), ("moments_on", places)):
         if group[name] not in choices:
             raise ValueError(f"AdamW: {name} {group[name]!r} is not one of {', '.join(choices)}")
     beta1, beta2 = group["betas"]
@@ -315,7 +334,12 @@ def _init_state(state: dict[str, Any], p: torch.Tensor, group: dict[str, Any]) -
     state["step"] = 0
     if not whole_master and not bf16_master:
         state["master"] = weight.float()
-    state.update(init_moments(weight, "fp32" if is_small(p) else group["states"]))
+    moments = init_moments(weight, "fp32" if is_small(p) else group["states"])
+    state.update(to_host(moments) if _on_host(p, group) else moments)
+
+
+def _on_host(p: torch.Tensor, group: dict[str, Any]) -> bool:
+    return group["moments_on"] == "host" and not is_small(p)
 
 
 def _restore_split(p: torch.Tensor, number: int, saved: dict[str, torch.Tensor]) -> None:
