@@ -165,6 +165,52 @@ def _check_model_and_data(run: Run) -> None:
         )
     if not data.source:
         raise ConfigError("data.source: empty; use stdlib, random, a file, a folder or a name")
+    if not data.prompt_keys:
+        raise ConfigError("data.prompt_keys: empty; name the columns of the question")
+    data_parts(data)
+
+
+# What may differ from source to source in data.mix, besides the weight.
+_OF_A_PART = ("kind", "text_key", "messages_key", "prompt_keys", "answer_key", "pack", "max_bytes")
+SMALLEST_WEIGHT = 1 / 1024
+
+
+def data_parts(data: Data) -> list[tuple[Data, float]]:
+    """The sources of `data.mix` with their weights, each as [data] is for it; without a mix, the one.
+
+    Raises ConfigError.
+    """
+    if not data.mix:
+        return [(data, 1.0)]
+    if data.source != Data().source:
+        raise ConfigError(
+            f"data.source: {data.source!r} beside data.mix, which names the sources; remove one"
+        )
+    parts = []
+    for source, given in data.mix.items():
+        where = f"data.mix.{source}"
+        keys = dict(given) if isinstance(given, Mapping) else {"weight": given}
+        weight = keys.pop("weight", None)
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not weight > 0:
+            raise ConfigError(f"{where}: weight {weight!r} must be a number above 0")
+        for name in keys:
+            if name not in _OF_A_PART:
+                hint = nearest(name, _OF_A_PART) or f"; choose from weight, {', '.join(_OF_A_PART)}"
+                raise ConfigError(f"{where}: {name!r} cannot differ from source to source{hint}")
+        if source == "random":
+            raise ConfigError(f"{where}: random tokens cannot be mixed with text; remove it")
+        plain = {**to_dict(data), "mix": {}, "source": source, **keys}
+        part = build(Data, plain)
+        check_values(part, f"{where}.")
+        parts.append((part, float(weight)))
+    total = sum(weight for _, weight in parts)
+    for part, weight in parts:
+        if not SMALLEST_WEIGHT <= weight / total <= 1:  # also not a number, or infinite
+            raise ConfigError(
+                f"data.mix.{part.source}: weight {weight:g} of {total:g} is less than one sequence "
+                "in 1,024; raise it, or remove the source"
+            )
+    return parts
 
 
 def _check_steps(run: Run) -> None:

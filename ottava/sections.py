@@ -38,7 +38,22 @@ class Data:
         "stdlib (the Python standard library's sources), random (random tokens, for speed), a "
         ".txt/.md/.jsonl/.parquet file or a folder of them, a Hugging Face dataset folder or name.",
     )
-    text_key: str = key("text", "The column or JSON key that holds the text.")
+    kind: str = key(
+        "text",
+        "text; chat (a list of messages a row) or instruction (columns of a row), both through the "
+        "tokenizer's chat template and with loss on the answers only.",
+        choices=("text", "chat", "instruction"),
+    )
+    text_key: str = key("text", "text: the column or JSON key that holds it.")
+    messages_key: str = key("messages", "chat: the column that holds the messages.")
+    prompt_keys: tuple[str, ...] = key(("prompt",), "instruction: the columns that make up the "
+                                       "question; empty ones are left out.")  # fmt: skip
+    answer_key: str = key("completion", "instruction: the column that holds the answer.")
+    mix: dict[str, Any] = key(
+        doc="Several sources in place of one: source = weight, or source = {weight = 1, kind = "
+        '"chat", ...} with keys of [data] that differ there.',
+        factory=dict,
+    )
     tokenizer: str = key("bytes", "bytes (256 values and a document separator), or a Hugging Face "
                          "tokenizer folder or name.")  # fmt: skip
     sequence_length: int = key(512, "Tokens in a sequence.", low=2)
@@ -48,6 +63,11 @@ class Data:
     validation_fraction: float = key(0.05, "Share of the documents held out.", low=0.0, below=1.0)
     shuffle: bool = key(True, "Visit sequences in a seeded random order each epoch.")
     max_bytes: int = key(0, "Read at most this many bytes of text; 0: all.", low=0)
+    cache: str = key(
+        "auto",
+        "Where tokens are kept between runs, and read from piece by piece: auto (the user's cache; "
+        "bytes below 256 MiB stay in memory), off (in memory), or a folder.",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -66,3 +66,9 @@ def seeded():
 def device() -> str:
     """Where Triton kernels run in this session: the GPU, or the CPU under the interpreter."""
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory):
+    """Tokens kept between runs go where they do not outlive the session."""
+    os.environ["OTTAVA_CACHE"] = str(tmp_path_factory.mktemp("cache"))

@@ -118,10 +118,10 @@ def test_order_depends_on_the_seed_and_nothing_else(letters):
 
 def test_the_shuffled_order_is_pinned():
     """A changed hash would silently change every run that resumes."""
-    from ottava.train.data import _shuffled
+    from ottava.train.sequences import shuffled
 
-    assert _shuffled(8, 0, 0).tolist() == [6, 0, 7, 3, 5, 2, 4, 1]
-    assert _shuffled(8, 2**63 - 1, 5).tolist() == [0, 7, 2, 6, 1, 4, 3, 5]
+    assert shuffled(8, 0, 0).tolist() == [6, 0, 7, 3, 5, 2, 4, 1]
+    assert shuffled(8, 2**63 - 1, 5).tolist() == [0, 7, 2, 6, 1, 4, 3, 5]
 
 
 @pytest.mark.parametrize("source", ["letters", "random"])
@@ -303,13 +303,10 @@ def test_a_missing_tokenizer_is_refused(letters, tmp_path, monkeypatch):
 def test_large_vocabularies_need_four_bytes_a_token(letters, monkeypatch):
     from ottava.train import data as module
 
-    wide = replace(load_tokenizer("bytes"), vocab_size=2**16 + 1)
-    monkeypatch.setattr(module, "load_tokenizer", lambda name: wide)
-    module._read_corpus.cache_clear()
-    assert load_data(run_on(letters)).train.sequences.stream.tokens.dtype == np.int32
-    module._read_corpus.cache_clear()
-    monkeypatch.undo()
     assert load_data(run_on(letters)).train.sequences.stream.tokens.dtype == np.uint16
+    wide = replace(load_tokenizer("bytes"), vocab_size=2**16 + 1, identity="wide")
+    monkeypatch.setattr(module, "load_tokenizer", lambda name: wide)
+    assert load_data(run_on(letters)).train.sequences.stream.tokens.dtype == np.int32
 
 
 # ---- what is refused ------------------------------------------------------------------------

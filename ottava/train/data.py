@@ -1,50 +1,43 @@
 """Tokens in order: documents become one stream, the stream becomes sequences, sequences batches.
 
-The whole tokenised text is one array in memory (2 bytes a token up to 65,536 token ids). Which
-sequence comes when is a pure function of (seed, epoch, index), so a position is one number, and a
-run that stopped continues with the batch that it would have seen.
+Tokens of a source lie in memory or in a mapped file (corpus.py; 2 bytes a token up to 65,536 token
+ids). Which sequence comes when is a pure function of (seed, number), over all sources of a mix, so
+a position is one number, and a run that stopped continues with the batch that it would have seen.
 
 Labels follow Hugging Face's convention: `labels[b, t]` is the token at t itself and the model
-shifts. A position is -100 where no token of the same document precedes it in the sequence, so no
-label crosses a document boundary, and `num_valid` counts exactly the terms of the loss.
+shifts. A position is -100 where no token of the same document precedes it in the sequence, and where
+the token belongs to no answer of a conversation; so no label crosses a document boundary, and
+`num_valid` counts exactly the terms of the loss.
 
 B sequences, T tokens in one.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from ..config import Data, Run
+from ..config import Data, Run, data_parts
+from .corpus import Corpus, read_corpus
 from .sequences import (
+    Mixture,
     PackedSequences,
+    Passes,
     RandomSequences,
     SeparateSequences,
     Sequences,
     Stream,
-    checksum,
-    stream_of,
+    shuffled,
 )
-from .sources import DataError, read_documents, source_files
+from .sources import DataError, stamp_of
+from .tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["DataError", "Loader", "TokenData", "Tokenizer", "load_data"]
+__all__ = ["DataError", "Loader", "TokenData", "Tokenizer", "load_data", "load_tokenizer"]
 
 IGNORE = -100
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokenizer:
-    """Text to token ids. `separator` ends every document and fills short sequences."""
-
-    name: str
-    vocab_size: int  # ids are below this
-    separator: int
-    encode: Callable[[list[bytes]], list[np.ndarray]]  # UTF-8 documents -> 1-D integer arrays
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,16 +48,7 @@ class TokenData:
     vocab_size: int
     train: Loader
     validation: Loader | None
-    summary: str  # one line: documents, tokens, sequences
-
-
-@dataclass(frozen=True, kw_only=True)
-class Corpus:
-    """Tokens of all documents end to end; document d is tokens[starts[d]:starts[d + 1]]."""
-
-    tokens: np.ndarray  # uint16 or int32
-    starts: np.ndarray  # int64, one more than documents
-    tokenizer: Tokenizer
+    summary: str  # of each source: documents, tokens, sequences
 
 
 def load_data(run: Run, *, vocab_size: int | None = None) -> TokenData:
@@ -77,108 +61,96 @@ def load_data(run: Run, *, vocab_size: int | None = None) -> TokenData:
     if data.source == "random":
         size = vocab_size or 256
         both = [
-            Loader(RandomSequences(size, data.sequence_length, run.seed, side), batch, run.seed)
+            Loader(
+                Passes(RandomSequences(size, data.sequence_length, run.seed, side), run.seed), batch
+            )
             for side in (0, 1)
         ]
         held = both[1] if data.validation_fraction else None
         return TokenData(tokenizer=None, vocab_size=size, train=both[0], validation=held,
                          summary=f"random tokens below {size:,}")  # fmt: skip
-    files = source_files(data)
-    stamp = tuple((str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in files)
-    corpus = _read_corpus(_reading(data), stamp)
-    if vocab_size is not None and corpus.tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"data.tokenizer: {corpus.tokenizer.name!r} has {corpus.tokenizer.vocab_size:,} ids but "
-            f"the model's vocab_size is {vocab_size:,}; set "
-            f"model.overrides.vocab_size={corpus.tokenizer.vocab_size}"
-        )
-    separator = corpus.tokenizer.separator
-    kept, held = _split(corpus, data, run.seed)
-    train = Loader(_sequences(kept, data, separator, "training"), batch, run.seed,
-                   shuffle=data.shuffle)  # fmt: skip
-    validation = held and Loader(_sequences(held, data, separator, "validation"), batch, run.seed)
-    summary = (
-        f"{len(corpus.starts) - 1:,} documents, {len(corpus.tokens):,} tokens "
-        f"({corpus.tokenizer.name}); sequences of {data.sequence_length:,}: "
-        f"{len(train.sequences):,} to train on, "
-        f"{len(validation.sequences) if validation else 0:,} held out"
-    )
-    return TokenData(tokenizer=corpus.tokenizer, vocab_size=corpus.tokenizer.vocab_size,
-                     train=train, validation=validation, summary=summary)  # fmt: skip
-
-
-def _reading(data: Data) -> Data:
-    """Only the keys that decide the token stream, so that runs that share them share it."""
-    return Data(source=data.source, text_key=data.text_key, tokenizer=data.tokenizer,
-                max_bytes=data.max_bytes)  # fmt: skip
-
-
-@functools.lru_cache(maxsize=1)
-def _read_corpus(data: Data, _stamp: tuple) -> Corpus:
     tokenizer = load_tokenizer(data.tokenizer)
-    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.int32
-    pieces: list[np.ndarray] = []
-    separator = np.array([tokenizer.separator], dtype)
-    for batch in _groups(read_documents(data), 1 << 24):
-        for ids in tokenizer.encode(batch):
-            if len(ids):
-                pieces += [ids.astype(dtype, copy=False), separator]
-    if not pieces:
-        raise DataError(f"{data.source}: holds no text")
-    lengths = np.array([len(p) for p in pieces[::2]], np.int64) + 1
-    return Corpus(
-        tokens=np.concatenate(pieces),
-        starts=np.concatenate([[0], np.cumsum(lengths)]),
-        tokenizer=tokenizer,
-    )
-
-
-def _groups(documents: Iterator[bytes], size: int) -> Iterator[list[bytes]]:
-    """Lists of documents of about `size` bytes, so that text and tokens never exist both whole."""
-    group: list[bytes] = []
-    total = 0
-    for document in documents:
-        group.append(document)
-        total += len(document)
-        if total >= size:
-            yield group
-            group, total = [], 0
-    if group:
-        yield group
-
-
-def load_tokenizer(name: str) -> Tokenizer:
-    """ "bytes" (ids 0..255, separator 256), or a Hugging Face tokenizer folder or name."""
-    if name == "bytes":
-        return Tokenizer(
-            name="bytes",
-            vocab_size=257,
-            separator=256,
-            encode=lambda texts: [np.frombuffer(t, np.uint8) for t in texts],
-        )
-    from transformers import AutoTokenizer
-
-    try:
-        hf = AutoTokenizer.from_pretrained(name)
-    except Exception as error:  # the library raises many kinds; all mean the same here
-        why = " ".join(str(error).split())[:200]
-        raise DataError(f"data.tokenizer: {name!r} cannot be loaded: {why}") from None
-    separator = next(
-        (i for i in (hf.eos_token_id, hf.sep_token_id, hf.bos_token_id) if i is not None), None
-    )
-    if separator is None:
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise DataError(
-            f"data.tokenizer: {name!r} has no end-of-text token to separate documents with; set "
-            "eos_token in its tokenizer_config.json"
+            f"data.tokenizer: {tokenizer.name!r} has {tokenizer.vocab_size:,} ids but "
+            f"the model's vocab_size is {vocab_size:,}; set "
+            f"model.overrides.vocab_size={tokenizer.vocab_size}"
         )
+    parts = data_parts(data)
+    sides = [_sides(part, corpus, tokenizer.separator, run.seed)
+             for (part, _), corpus in zip(parts, _corpora(parts, tokenizer), strict=True)]  # fmt: skip
+    weights = [weight for _, weight in parts]
+    train = _drawn([s.train for s in sides], weights, run.seed, shuffle=data.shuffle)
+    held = [s.validation for s in sides if s.validation is not None]
+    validation = Loader(_drawn(held, weights, run.seed), batch) if held else None
+    said = [f"{s.text}" for s in sides]
+    if data.mix:
+        said = [f"{w / sum(weights):.1%} {p.source}: {s}" for (p, w), s in
+                zip(parts, said, strict=True)]  # fmt: skip
+    return TokenData(
+        tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, train=Loader(train, batch),
+        validation=validation, summary=f"{'; '.join(said)} ({tokenizer.name})",
+    )  # fmt: skip
 
-    def encode(texts: list[bytes]) -> list[np.ndarray]:
-        ids = hf([t.decode() for t in texts], add_special_tokens=False, verbose=False,
-                 return_attention_mask=False)["input_ids"]  # fmt: skip
-        return [np.asarray(i, np.int32) for i in ids]
 
-    top = max(len(hf), separator + 1)
-    return Tokenizer(name=name, vocab_size=top, separator=separator, encode=encode)
+@dataclass(frozen=True, kw_only=True)
+class _Sides:
+    """One source, split and packed."""
+
+    train: Sequences
+    validation: Sequences | None
+    text: str
+
+
+def _sides(data: Data, corpus: Corpus, separator: int, seed: int) -> _Sides:
+    kept, held = _split(corpus, data, seed)
+    train = _sequences(kept, data, separator, "training")
+    validation = None if held is None else _sequences(held, data, separator, "validation")
+    total = len(corpus.tokens)
+    text = f"{len(corpus.starts) - 1:,} documents, {total:,} tokens"
+    if corpus.counts is not None:
+        text += f", {np.count_nonzero(corpus.counts) / total:.0%} of them with loss"
+    if corpus.split:
+        text += f", {corpus.split:,} conversations cut into their answers (the template rewrites "
+        text += "earlier turns)"
+    if corpus.folder is not None:
+        text += f", kept in {corpus.folder}"
+    if corpus.why_not_kept:
+        text += f", {corpus.why_not_kept}"
+    text += f"; sequences of {data.sequence_length:,}: {len(train):,} to train on, "
+    text += f"{0 if validation is None else len(validation):,} held out"
+    return _Sides(train=train, validation=validation, text=text)
+
+
+def _drawn(
+    parts: list[Sequences], weights: list[float], seed: int, *, shuffle: bool = False
+) -> Passes | Mixture:
+    passes = [Passes(sequences, seed, shuffle=shuffle) for sequences in parts]
+    return passes[0] if len(passes) == 1 else Mixture(passes, weights)
+
+
+_in_memory: dict[tuple, Corpus] = {}  # of the last load, so that runs that follow share them
+
+
+def _corpora(parts: list[tuple[Data, float]], tokenizer: Tokenizer) -> list[Corpus]:
+    global _in_memory
+    found: dict[tuple, Corpus] = {}
+    corpora = []
+    for data, _ in parts:
+        key = (_reading(data), stamp_of(data), tokenizer.identity)
+        if key not in found:
+            found[key] = _in_memory.get(key) or read_corpus(data, tokenizer)
+        corpora.append(found[key])
+    _in_memory = found
+    return corpora
+
+
+def _reading(data: Data) -> str:
+    """Only the keys that decide the token stream, so that runs that share them share it."""
+    plain = Data()
+    return repr(replace(data, sequence_length=plain.sequence_length, pack=plain.pack, mix={},
+                        document_mask=plain.document_mask, shuffle=plain.shuffle,
+                        validation_fraction=plain.validation_fraction))  # fmt: skip
 
 
 def _split(corpus: Corpus, data: Data, seed: int) -> tuple[Stream, Stream | None]:
@@ -190,9 +162,9 @@ def _split(corpus: Corpus, data: Data, seed: int) -> tuple[Stream, Stream | None
     starts, share = corpus.starts, data.validation_fraction
     spans = np.stack([starts[:-1], starts[1:]], axis=1)
     if not share:
-        return stream_of(corpus.tokens, spans), None
+        return _stream(corpus, spans), None
     target = max(int(len(corpus.tokens) * share), data.sequence_length)
-    order = _shuffled(len(spans), seed, SPLIT)
+    order = shuffled(len(spans), seed, SPLIT)
     lengths = spans[:, 1] - spans[:, 0]
     held = np.zeros(len(spans), bool)
     size = 0
@@ -207,7 +179,11 @@ def _split(corpus: Corpus, data: Data, seed: int) -> tuple[Stream, Stream | None
         cut = max(end - (target - size), begin)
         kept[longest] = begin, cut
         out = np.concatenate([out, [[cut, end]]])
-    return stream_of(corpus.tokens, kept[kept[:, 1] > kept[:, 0]]), stream_of(corpus.tokens, out)
+    return _stream(corpus, kept[kept[:, 1] > kept[:, 0]]), _stream(corpus, out)
+
+
+def _stream(corpus: Corpus, spans: np.ndarray) -> Stream:
+    return Stream(corpus.tokens, spans, corpus.counts, corpus.checksum)
 
 
 def _sequences(stream: Stream, data: Data, separator: int, side: str) -> Sequences:
@@ -220,7 +196,7 @@ def _sequences(stream: Stream, data: Data, separator: int, side: str) -> Sequenc
         if side == "validation":
             fix += ", or set data.validation_fraction=0"
         raise DataError(
-            f"{data.source}: {len(stream.tokens):,} tokens for {side}, less than one sequence of "
+            f"{data.source}: {len(stream):,} tokens for {side}, less than one sequence of "
             f"{data.sequence_length:,}; {fix}"
         )
     return sequences
@@ -232,20 +208,22 @@ class Loader:
 
     rank, world = 0, 1
 
-    def __init__(
-        self, sequences: Sequences, batch: int, seed: int, *, shuffle: bool = False
-    ) -> None:
-        self.sequences, self.batch, self.seed, self.shuffle = sequences, batch, seed, shuffle
+    def __init__(self, order: Passes | Mixture, batch: int) -> None:
+        self.order, self.batch = order, batch
         self.position = 0
-        self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))
-        self._fingerprint = checksum(
-            f"{sequences.fingerprint()} {sequences.length} {seed if shuffle else None}".encode()
-        )
+        self._fingerprint = order.fingerprint()
+
+    @property
+    def sequences(self) -> Sequences:
+        """The sequences of the one source. Raises ValueError for a mix, which has several."""
+        if isinstance(self.order, Mixture):
+            raise ValueError("a mix of sources: see order.parts")
+        return self.order.sequences
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
-        return self.position / len(self.sequences)
+        """Passes over the data so far; of a mix, over the source that is used up first."""
+        return self.position / len(self.order)
 
     def __iter__(self) -> Loader:
         return self
@@ -266,9 +244,9 @@ class Loader:
         input_ids int64 [B, T]; labels int64 [B, T], -100 where nothing is predicted; document_ids
         int32 [B, T], -1 on padding; num_valid: labels that count.
         """
-        rows = [self._sequence(position + i) for i in range(size or self.batch)]
-        ids, documents = (np.stack(column) for column in zip(*rows, strict=True))
-        labels = ids.copy()
+        rows = [self.order.at(position + i) for i in range(size or self.batch)]
+        ids, documents, counts = (np.stack(column) for column in zip(*rows, strict=True))
+        labels = np.where(counts, ids, IGNORE)
         labels[:, 0] = IGNORE
         labels[:, 1:][documents[:, 1:] != documents[:, :-1]] = IGNORE
         labels[documents < 0] = IGNORE
@@ -281,17 +259,9 @@ class Loader:
 
     def first(self, batches: int) -> Iterator[dict[str, torch.Tensor | int]]:
         """Up to `batches` batches from the start, each sequence once; `position` stays."""
-        total = min(batches * self.batch, len(self.sequences))
+        total = min(batches * self.batch, len(self.order))
         for begin in range(0, total, self.batch):
             yield self.batch_at(begin, min(self.batch, total - begin))
-
-    def _sequence(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        epoch, index = divmod(number, len(self.sequences))
-        if self.shuffle:
-            if self._order[0] != epoch:
-                self._order = (epoch, _shuffled(len(self.sequences), self.seed, epoch))
-            index = int(self._order[1][index])
-        return self.sequences[index]
 
     def state_dict(self) -> dict[str, int]:
         """The position, and a fingerprint of the data that it is a position in."""
@@ -317,18 +287,3 @@ def positions_in_document(document_ids: torch.Tensor) -> torch.Tensor:
 
 
 SPLIT = -1  # the "epoch" whose order decides what is held out
-
-
-def _shuffled(count: int, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of range(count): the order of a hash, the same on every machine and version."""
-    mask = 2**64 - 1
-    start = _mix(np.array([(seed * 0x9E3779B97F4A7C15 + epoch + 1) & mask], np.uint64))
-    return np.argsort(_mix(np.arange(count, dtype=np.uint64) ^ start), kind="stable")
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64's finalizer on uint64, with its increment."""
-    x = x + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
