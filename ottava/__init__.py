@@ -7,6 +7,7 @@
 
 from . import amp
 from .convert import convert, plan, revert
+from .frozen import load_frozen
 from .kernels.cast import Quantized
 from .layers.autocast import autocast
 from .layers.blocks import LayerNormLinear, LayerNormMLP
@@ -30,6 +31,6 @@ fp8_autocast = autocast
 __all__ = [
     "EMA", "AdamW", "Cast", "Gemm", "GradScaler", "LayerNorm", "LayerNormLinear", "LayerNormMLP",
     "Linear", "Plan", "Policy", "Quantized", "RMSNorm", "Recipe", "amp", "autocast",
-    "clip_grad_norm_", "convert", "estimate_memory", "fp8_autocast", "fuse_backward", "load_fp8", "plan", "quantize",
-    "revert", "save_fp8",
+    "clip_grad_norm_", "convert", "estimate_memory", "fp8_autocast", "fuse_backward", "load_fp8",
+    "load_frozen", "plan", "quantize", "revert", "save_fp8",
 ]  # fmt: skip

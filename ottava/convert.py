@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .kernels.frozen import FrozenParameter, thaw
 from .kernels.gemm import gemm_path
 from .kernels.norm import hides_columns
 from .kernels.split import SplitParameter, join_split
@@ -231,8 +232,8 @@ def _tag_parameters(module: nn.Module, row: Row, number: int) -> None:
 
 
 def revert(model: nn.Module) -> nn.Module:
-    """Swap every converted module back; parameters stay the same objects, and split masters become
-    FP32 weights of the same value. Returns `model`."""
+    """Swap every converted module back; parameters stay the same objects; split masters and frozen
+    codes become FP32 weights of the same value. Returns `model`."""
     for module in model.modules():
         original = module.__dict__.pop("_ottava_class", None)
         if original is not None:
@@ -243,6 +244,8 @@ def revert(model: nn.Module) -> nn.Module:
         for parameter in module.parameters(recurse=False):
             if isinstance(parameter, SplitParameter):
                 join_split(parameter)
+            elif isinstance(parameter, FrozenParameter):
+                thaw(parameter)
         module.__dict__.pop("_history", None)
         module.__dict__.pop("_ottava_plan", None)
     attention_layer.revert_hf(model)

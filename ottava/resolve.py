@@ -13,8 +13,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from .kernels.frozen import FrozenParameter
 from .numerics.policy import Plan, Policy, Row
-from .numerics.recipe import Recipe
+from .numerics.recipe import BLOCK128, Recipe
 
 # Norm classes whose forward is exactly x / rms(x) * weight (no 1 + weight, no second output).
 # Matched by full class name: a look-alike with other maths must not be swapped.
@@ -202,6 +203,10 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
             return replace(row, reason="weight tied to an embedding")
         if min(shape) < policy.smallest:
             return replace(row, reason=f"{min(shape)} features < {policy.smallest}")
+    if isinstance(weight, FrozenParameter) or _frozen_experts(module):
+        if not policy.recipe.any_fp8:
+            return replace(row, reason="frozen codes, dequantized to compute")
+        return replace(row, recipe=BLOCK128, kept="no input: its weight is frozen codes")
     if kind == "experts":
         cls = original_class(module)
         path = f"{cls.__module__}.{cls.__qualname__}"
@@ -213,6 +218,10 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
     if kind == "linear":
         return replace(row, recipe=policy.recipe, kept=_kept(policy.recipe))
     return row
+
+
+def _frozen_experts(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "gate_up_proj", None), FrozenParameter)
 
 
 def _kept(recipe: Recipe) -> str:

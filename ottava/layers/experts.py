@@ -24,6 +24,7 @@ from ..kernels import cast as cast_kernels
 from ..kernels import grouped
 from ..kernels import swiglu as swiglu_kernels
 from ..kernels.cast import Quantized
+from ..kernels.frozen import FrozenParameter
 from ..kernels.random import make_key
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe
@@ -220,6 +221,12 @@ def weight_codes(weight: Tensor, cast: Cast, transposed: bool = False) -> Quanti
     experts, rows, inner = weight.shape
     if transposed:
         rows, inner = inner, rows
+    if isinstance(weight, FrozenParameter) and weight.reads_as(cast):
+        codes, scale = weight.data, weight.scale
+        if transposed:
+            codes = codes.view(torch.uint8).transpose(1, 2).contiguous().view(codes.dtype)
+            scale = scale.transpose(1, 2).contiguous()
+        return Quantized(codes, scale, "block")
     if cast.granularity == "tensor":
         codes, scale = _tensor_codes(weight, cast)
         if transposed:
@@ -334,7 +341,8 @@ class Experts(Stored, nn.Module):
         if not traceable(self.gate_up_proj, self.down_proj):
             return untraced(self.forward, x_Th, topk_index, topk_weight)
         recipe = recipe_in_force(self.recipe)
-        if recipe is HIGH and not isinstance(self.gate_up_proj, SplitParameter):
+        coded = isinstance(self.gate_up_proj, SplitParameter | FrozenParameter)
+        if recipe is HIGH and not coded:
             return self._ottava_class.forward(self, x_Th, topk_index, topk_weight)
         stream = getattr(self.gate_up_proj, "_ottava_stream", 0)
         how = How(recipe, compute_dtype(x_Th), stream)

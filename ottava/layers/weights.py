@@ -10,6 +10,7 @@ from torch import nn
 
 from ..kernels import cast as cast_kernels
 from ..kernels.cast import Quantized
+from ..kernels.frozen import FrozenParameter
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast
 
@@ -28,6 +29,8 @@ def weight_values(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
     BF16 of a master in BF16 and a residual is its BF16 part: the nearest, and nothing is made.
     """
+    if isinstance(weight, FrozenParameter):
+        return weight.dequantize(dtype)
     if not isinstance(weight, SplitParameter):
         return weight.to(dtype)
     if weight.scale is None and weight.dtype == dtype:
@@ -36,7 +39,11 @@ def weight_values(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _stored_codes(weight: torch.Tensor, cast: Cast) -> Quantized | None:
-    """The codes that the parameter already is (split master), where they are of this cast."""
+    """The codes that the parameter already is (split master, frozen), where they are of this cast.
+
+    Frozen ones may have more rows than the weight: see kernels/frozen.py."""
+    if isinstance(weight, FrozenParameter):
+        return weight.padded() if weight.reads_as(cast) else None
     if not isinstance(weight, SplitParameter) or weight.cast != cast:
         return None
     if weight.dtype is not torch.float8_e4m3fn or weight.residual.device != weight.device:
@@ -62,7 +69,8 @@ def weight_cols(weight: torch.Tensor, cast: Cast) -> Quantized:
 
 def wide_dtype(weight: torch.Tensor) -> torch.dtype:
     """The dtype that holds the weight's values, before a cast."""
-    return torch.float32 if isinstance(weight, SplitParameter) else weight.dtype
+    coded = isinstance(weight, SplitParameter | FrozenParameter)
+    return torch.float32 if coded else weight.dtype
 
 
 def traceable(*weights: torch.Tensor) -> bool:

@@ -75,11 +75,11 @@ def load_fp8(
         raise ValueError(f"master: {master!r} is not one of {', '.join(RESIDUAL_BITS)}")
     shards, jobs, origin = open_fp8(path_or_id, model, layout, skip)
     try:
-        _check_covered(shards, jobs, model)
-        memory = _read(shards, jobs, origin, model, master, device)
+        check_covered(shards, jobs, model)
+        memory = read_jobs(shards, jobs, origin, model, master, device)
     finally:
         shards.close()
-    _put(memory, model)
+    put(memory, model)
     model.__dict__["_ottava_fp8"] = origin
     if getattr(getattr(model, "config", None), "quantization_config", None) is not None:
         del model.config.quantization_config  # its parameters are none of the library's FP8
@@ -105,10 +105,10 @@ def load_vectors(
     shards, jobs, origin = open_fp8(path_or_id, model, layout)
     vectors = [j for j in jobs if all(s.grid is None for s in j.group.stored)]
     try:
-        memory = _read(shards, vectors, origin, model, None, device)
+        memory = read_jobs(shards, vectors, origin, model, None, device)
     finally:
         shards.close()
-    _put(memory, model)
+    put(memory, model)
     return model
 
 
@@ -172,7 +172,7 @@ def _read_scales(shards: Shards, jobs: list[Job], origin: Origin) -> None:
         origin.scales[source.stored.name] = source.scale, raw, source.kind
 
 
-def _read(shards, jobs, origin, model, master, device) -> dict[str, Storage]:
+def read_jobs(shards, jobs, origin, model, master, device) -> dict[str, Storage]:
     """The memory of every tensor of the model, filled from the files; the model is not touched."""
     targets = _tensors(model)
     memory: dict[str, Storage] = {}
@@ -187,7 +187,7 @@ def _read(shards, jobs, origin, model, master, device) -> dict[str, Storage]:
     return memory
 
 
-def _check_covered(shards: Shards, jobs: list[Job], model: nn.Module) -> None:
+def check_covered(shards: Shards, jobs: list[Job], model: nn.Module) -> None:
     filled = {p.target for job in jobs for p in job.group.parts}
     for name, tensor in _tensors(model).items():
         if tensor.is_meta and name not in filled:
@@ -201,7 +201,7 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
 
-def _put(memory: dict[str, Storage], model: nn.Module) -> None:
+def put(memory: dict[str, Storage], model: nn.Module) -> None:
     """Make what was read the model's, tensor after tensor."""
     tied = _names(model)
     with torch.no_grad():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from ..kernels.frozen import FrozenParameter
 from ..kernels.scale import scale_from_amax
 from ..kernels.split import (
     Split,
@@ -74,10 +75,12 @@ class Storage:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Storage:
-        """The memory of a model's tensor itself."""
+        """The memory of a model's tensor itself; of a frozen one, its values."""
         if isinstance(tensor, SplitParameter):
             parts = tensor.data, tensor.residual, tensor.scale, tensor.amax
             return cls(Form.of(tensor), *parts)
+        if isinstance(tensor, FrozenParameter):
+            return cls(Form(torch.float32), tensor.dequantize())
         return cls(Form.of(tensor), tensor.detach())
 
     def part(self, index: int | None) -> Storage:
