@@ -126,7 +126,7 @@ def convert(
             )
     _warn_of_earlier(plan)
     for number, row in enumerate(plan.rows):
-        _apply(modules[row.name], row, plan, number, activations)
+        _apply(modules, row, plan, number, activations)
     link_blocks(modules)
     for row in plan.rows:
         if row.kind == "attention":
@@ -149,7 +149,8 @@ def _warn_of_earlier(plan: Plan) -> None:
         )
 
 
-def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) -> None:
+def _apply(modules: dict[str, nn.Module], row: Row, plan: Plan, number: int, activations) -> None:
+    module = modules[row.name]
     if row.plain:
         return _tag_parameters(module, row, number)
     if row.kind == "causal_lm":
@@ -157,7 +158,7 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
     if row.kind == "block":
         return _swap_block(module)
     if row.kind == "attention" and original_class(module).__module__.startswith("transformers."):
-        return attention_layer.convert_hf(module, row.recipe, _out_cast(row, plan))
+        return attention_layer.convert_hf(module, row.recipe, _reader(row, plan, modules))
     target = _CLASSES.get(row.kind)
     if target is None or (row.recipe is None and row.kind in ("mlp", "attention", "experts")):
         return _tag_parameters(module, row, number)
@@ -167,19 +168,18 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
     if row.kind in ("mlp", "experts"):
         settings["recompute"] = plan.recompute == "mlp"
     elif row.kind == "attention":
-        settings["out_cast"] = _out_cast(row, plan)
+        settings["reader"] = _reader(row, plan, modules)
     elif row.kind == "embedding":
         settings = {"compute_dtype": activations}
     _swap(module, target, settings)
     return _tag_parameters(module, row, number)
 
 
-def _out_cast(row: Row, plan: Plan):
-    """The cast of the linear that reads an attention's output (o_proj beside the core), or None."""
+def _reader(row: Row, plan: Plan, modules: dict[str, nn.Module]) -> nn.Module | None:
+    """The linear of ours that reads an attention's output (o_proj beside the core), or None."""
     parent = row.name if row.name.endswith("attn") else row.name.rpartition(".")[0]
     readers = [r for r in plan.rows if r.name.removesuffix(".base_layer") == f"{parent}.o_proj"]
-    recipe = readers[0].recipe if readers else None
-    return recipe.input if recipe and recipe.keeps_codes and not recipe.delayed else None
+    return modules[readers[0].name] if readers and readers[0].recipe else None
 
 
 def _swap(module: nn.Module, target: type, settings: dict) -> None:

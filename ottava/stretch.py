@@ -89,6 +89,11 @@ def end_with(ctx, tensors: tuple[Tensor | None, ...]) -> None:
             _now.stretch.again(tensor)
 
 
+def runs_again() -> bool:
+    """Whether a stretch runs again here: what its first run noted is not noted twice."""
+    return not torch.compiler.is_compiling() and _now.again
+
+
 class _Now(threading.local):
     """The innermost stretch that runs in this thread, and whether it runs again."""
 

@@ -514,7 +514,7 @@ def test_everything_kept_is_8_bit_and_the_output_is_kept_once(recipe, view, monk
     heads, width, length = 4, 32, 128
     q, k, v = (torch.randn(1, length, heads, width).requires_grad_() for _ in range(3))
     linear = Linear(heads * width, 128, bias=False, recipe=recipe)
-    settings = how(window=None, value_scale=1.0, keep="int8", out_cast=recipe.input)
+    settings = how(window=None, value_scale=1.0, keep="int8", reader=linear.how(recipe, q))
     outputs = []
 
     def run():
@@ -574,18 +574,19 @@ def swapped(recipe="tensor", **settings):
     core.__class__ = layer.Attention
     core.recipe = None if recipe is None else get_recipe(recipe)
     for name, value in settings.items():
-        setattr(core, name, value)
+        core.__dict__[name] = value  # the reader is no submodule
     return core
 
 
 def test_swapped_core_agrees_and_keeps_its_cached_attention():
     inputs, (cos, sin) = layer_inputs(), tables(19, 8)
     want = layer.attend(*inputs[:3], cos, sin, inputs[3], None, how())
-    for recipe, settings in ((None, {}), ("tensor", {"out_cast": get_recipe("tensor").input})):
+    cast = get_recipe("tensor").input
+    for recipe, settings in ((None, {}), ("tensor", {"reader": Linear(32, 8)})):
         core = swapped(recipe, **settings)
         assert torch.equal(core(*inputs[:3], cos, sin, inputs[3]), want)
         assert torch.equal(core.attend(want), want * 2)
-    assert carried_by(core(*inputs[:3], cos, sin).flatten(-2), core.out_cast) is not None
+    assert carried_by(core(*inputs[:3], cos, sin).flatten(-2), cast) is not None
     with autocast(enabled=False):
         out = core(*inputs[:3], cos, sin)
         assert out.grad_fn.saved_tensors[1] is None  # q as it is
@@ -593,7 +594,7 @@ def test_swapped_core_agrees_and_keeps_its_cached_attention():
         out = core(*inputs[:3], cos, sin).flatten(-2)
         assert carried_by(out, get_recipe("row").input) is not None
     with torch.no_grad():
-        assert carried_by(core(*inputs[:3], cos, sin).flatten(-2), core.out_cast) is None
+        assert carried_by(core(*inputs[:3], cos, sin).flatten(-2), cast) is None
     with pytest.raises(ValueError, match="keep"):
         swapped(keep="int4")(*inputs[:3], cos, sin)
 

@@ -67,6 +67,10 @@ RUNS = {
     "fp8": ("fp8", {}),
     "fp8-clipped": ("fp8", {"optimizer": {"clip_norm": 0.5}}),
     "delayed": ("fp8", {"precision": {"recipe": "delayed"}}),
+    "delayed-lean-layer": (
+        "fp8-lean",
+        {"precision": {"recipe": "delayed"}, "train": {"recompute": "layer"}},
+    ),
     "block": ("fp8", {"precision": {"recipe": "block"}}),
     "lean": ("fp8-lean", {}),
     "lean-layer": ("fp8-lean", {"train": {"recompute": "layer"}}),

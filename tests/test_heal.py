@@ -2,6 +2,7 @@
 deterministic, also when the run is killed on the way."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,10 @@ from test_checkpoint import same
 from test_trainer import assert_same, everything, weights
 from tiny_run import tiny_run
 
+from ottava.layers.saved import carried_by
 from ottava.monitor.diagnose import diagnose
 from ottava.monitor.metrics import read_metrics
+from ottava.numerics.recipe import get_recipe
 from ottava.train import heal
 from ottava.train.checkpoint import Checkpoint, checkpoints
 from ottava.train.loop import TrainingError
@@ -81,6 +84,17 @@ def test_a_row_that_fails_in_8_bits_is_demoted_and_the_run_ends_well(tmp_path, p
     assert found["went-back"].setting == f"precision.keep={ROW}"
 
 
+@contextmanager
+def carried_to(linear):
+    """Whether each input of `linear` carried codes of its plan's cast."""
+    found, cast = [], get_recipe("tensor").input
+    hook = linear.register_forward_pre_hook(
+        lambda _, args: found.append(carried_by(args[0], cast) is not None)
+    )
+    yield found
+    hook.remove()
+
+
 def test_a_demoted_mlp_linear_takes_its_mlp_out_of_one_function(tmp_path):
     t = Trainer(healing_run(tmp_path))
     mlp = t.model.model.layers[0].mlp
@@ -92,11 +106,17 @@ def test_a_demoted_mlp_linear_takes_its_mlp_out_of_one_function(tmp_path):
     rows.apply(["model.layers.0.mlp"])
     assert mlp.recipe is mlp.gate_proj.recipe is mlp.down_proj.recipe is None
     rows.apply(["model.layers.0.self_attn.o_proj"])
-    core = t.model.model.layers[0].self_attn.core
-    assert core.out_cast is None and core.recipe is not None and mlp.recipe is not None
-    assert t.step_once().stepped
+    attention = t.model.model.layers[0].self_attn
+    core = attention.core
+    assert attention.o_proj.recipe is None
+    assert core.recipe is not None and mlp.recipe is not None
+    with carried_to(attention.o_proj) as found:
+        assert t.step_once().stepped
+    assert found == [False]  # what attention gives is not cast for a reader in high precision
     rows.apply([])
-    assert core.out_cast is not None
+    with carried_to(attention.o_proj) as found:
+        assert t.step_once().stepped
+    assert found == [True]
     for row in t.plan.rows:
         module = t.model.get_submodule(row.name)
         assert module.__dict__.get("recipe", row.recipe) is row.recipe

@@ -1,9 +1,10 @@
 """Attention of one layer: rope, the kernels, and 8-bit codes of everything it keeps.
 
 Kept for backward: q and k after rope and v, in int8 with one scale per head row (or E4M3, or as
-they are), the log-sum-exp, and the output's codes. Those codes are the ones that `o_proj` reads:
-they are made here and travel with the output tensor, so they exist once. Where `o_proj` reads no
-codes, the output itself is kept, which is then the tensor that `o_proj` keeps.
+they are), the log-sum-exp, and the output's codes. Those codes are the ones that its reader, o_proj,
+would make: they are made here with the reader's own scale (its amax history, its random stream) and
+travel with the output tensor, so they exist once. Where the reader takes no codes, the output itself
+is kept, which is then the tensor that the reader keeps.
 
 Shapes: B batch, T tokens, H query heads, G key/value heads, D query/key dims, V value dims.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +23,10 @@ from ..kernels.attention import attention, attention_backward
 from ..kernels.cast import Quantized
 from ..kernels.rope import rope, rope_back, rope_int8
 from ..numerics.recipe import Cast, Recipe
-from .autocast import recipe_in_force
-from .how import flat
-from .saved import Kept, carry, note_amax, save, saved, transposes
+from .autocast import HIGH, recipe_in_force
+from .how import How as Reader
+from .how import carry_flat, flat
+from .saved import cast_input, note_amax, save, saved
 from .weights import compute_dtype, grad_dtype_of, weight_values
 
 _log = logging.getLogger("ottava")
@@ -34,14 +36,15 @@ _HEAD_ROW = Cast(granularity="row")  # e4m3, one scale per row of head dim
 @dataclass(frozen=True, kw_only=True)
 class How:
     """What one attention computes and keeps. `keep`: "int8", "e4m3", or "high" (q, k, v as they
-    are). `out_cast`: cast of the linear that reads the output; None keeps the output itself."""
+    are). `reader`: how the linear that reads the output runs on it, which makes the output's codes;
+    None keeps the output itself."""
 
     scale: float
     dtype: torch.dtype
     window: int | None = None
     value_scale: float = 1.0
     keep: str = "int8"
-    out_cast: Cast | None = None
+    reader: Reader | None = None
 
     def __post_init__(self) -> None:
         if self.keep not in ("int8", "e4m3", "high"):
@@ -82,26 +85,16 @@ class How:
             rows = Quantized(codes, scale, "row").dequantize(self.dtype)
         return rows.view(batch, -1, heads, rows.shape[-1])
 
-    def output_codes(self, out: Tensor) -> tuple[Quantized, Kept]:
-        """(rows, kept) of out [B, T, H, V] as [B * T, H * V], for the linear that reads it."""
-        out_MK = out.flatten(2).flatten(0, 1)
-        if transposes(self.out_cast):
-            rows = cast_kernels.quantize(out_MK, self.out_cast)
-            return rows, Kept(rows, is_cols=False)
-        rows, cols = cast_kernels.quantize_both(out_MK, self.out_cast)
-        return rows, Kept(cols, is_cols=True)
-
     def output(self, saved: Tensor, scale: Tensor | None, shape: tuple[int, ...]) -> Tensor:
         """out [B, T, H, V] from its kept form."""
         if scale is None:
             return saved
-        q = Quantized(saved, scale, self.out_cast.granularity)
-        return Kept(q, is_cols=not transposes(self.out_cast)).values(self.dtype).reshape(shape)
+        return self.reader.kept(saved, scale).values(self.dtype).reshape(shape)
 
 
 class AttentionFunction(torch.autograd.Function):
     """(out [B, T, H, V], rows, rows_scale, kept, kept_scale): the codes as `flat` gives them, None
-    without out_cast.
+    without a reader.
     q, k [B, T, H or G, D] not yet rotated where cos, sin are given; v [B, T, G, V]."""
 
     @staticmethod
@@ -121,10 +114,10 @@ class AttentionFunction(torch.autograd.Function):
         )  # fmt: skip
         ctx.shape = tuple(out.shape)
         qkv, rest = (*kept_q, *kept_k, *how.store(v)), (lse, cos, sin, documents)
-        if how.out_cast is None:
+        if how.reader is None:
             save(ctx, *qkv, out, None, *rest, parameters=(sinks,))
             return out, None, None, None, None
-        rows, kept = how.output_codes(out)
+        rows, kept = cast_input(out.flatten(2).flatten(0, 1), how.reader)
         codes = flat(rows, kept)
         ctx.mark_non_differentiable(*(c for c in codes if c is not None))
         save(ctx, *qkv, kept.q.codes, kept.q.scale, *rest, parameters=(sinks,))
@@ -156,47 +149,46 @@ class AttentionFunction(torch.autograd.Function):
 
 
 def attend(q, k, v, cos, sin, sinks, documents, how: How) -> Tensor:
-    """[B, T, H, V], causal, carrying its codes where `how.out_cast` asks for them."""
-    if not torch.is_grad_enabled():  # nothing is kept, so the reader makes its own codes
-        how = replace(how, keep="high", out_cast=None)
+    """[B, T, H, V], causal, carrying its codes where `how.reader` takes them."""
     out, *codes = AttentionFunction.apply(q, k, v, cos, sin, sinks, documents, how)
-    if codes[0] is not None and not torch.compiler.is_compiling():
-        rows, kept = (Quantized(*c, how.out_cast.granularity) for c in (codes[:2], codes[2:]))
-        is_cols = not transposes(how.out_cast)
-        carry(out, how.out_cast, rows, Kept(kept if is_cols else rows, is_cols))
+    if how.reader is not None:
+        carry_flat(out, how.reader, *codes)
     return out
 
 
-def _kept(own: Recipe | None, own_cast: Cast | None, keep: str) -> tuple[str, Cast | None]:
-    """(keep, out_cast) under the recipe in force: codes only where that recipe keeps codes, and
-    the output's only where the reader's cast is known and needs nothing else of the reader."""
-    recipe = recipe_in_force(own)
-    if not recipe.keeps_codes:
+def _kept(
+    own: Recipe | None, keep: str, reader: nn.Module | None, q: Tensor
+) -> tuple[str, Reader | None]:
+    """(keep, how the reader runs on the output) under the recipes in force now. q: any tensor of the
+    output's device and dtype. Nothing is kept without gradients, so the reader makes its own codes.
+    """
+    if not (torch.is_grad_enabled() and recipe_in_force(own).keeps_codes):
         return "high", None
-    cast = own_cast if recipe is own or own_cast is None else recipe.input
-    if cast is not None and (cast.scaling == "delayed" or cast.rounding != "nearest"):
-        cast = None  # the reader's amax history or random stream decides
-    return keep, cast
+    recipe = HIGH if reader is None else recipe_in_force(reader.recipe)
+    if recipe.input.scaling == "delayed" and torch.compiler.is_compiling():
+        return keep, None  # nothing travels there, and casts that note an amax are not merged
+    return keep, reader.how(recipe, q) if recipe.keeps_codes else None
 
 
 class Attention(nn.Module):
     """Swapped in for a parameterless attention core (models/attention_core.py), whose attributes it
-    reads: softmax_scale, value_scale, window. `attend` (cached generation) stays the core's own."""
+    reads: softmax_scale, value_scale, window. `attend` (cached generation) stays the core's own.
+    `reader`: the linear of ours that reads the output (not a submodule); None where there is none."""
 
     recipe: Recipe | None = None
-    out_cast: Cast | None = None
+    reader: nn.Module | None = None
     keep: str = "int8"
 
     def forward(self, q, k, v, cos, sin, sinks=None, documents=None) -> Tensor:
         """[B, T, H, V] from q, k, v before rope. documents: int [B, T], runs of equal ids."""
-        keep, out_cast = _kept(self.recipe, self.out_cast, self.keep)
+        keep, reader = _kept(self.recipe, self.keep, self.reader, q)
         how = How(
             scale=self.softmax_scale,
             dtype=compute_dtype(q),
             window=self.window,
             value_scale=self.value_scale,
             keep=keep,
-            out_cast=out_cast,
+            reader=reader,
         )
         return attend(q, k, v, cos, sin, sinks, documents, how)
 
@@ -207,7 +199,7 @@ class Attention(nn.Module):
         return core.attend(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        return f"window={self.window}, keep={self.keep}, out={self.out_cast}, {self.recipe}"
+        return f"window={self.window}, keep={self.keep}, {self.recipe}"
 
 
 # ----------------------------------------------------------------- transformers' attention interface
@@ -250,13 +242,14 @@ def hf_attention(
             module, query, key, value, attention_mask, reason,
             scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs,
         )  # fmt: skip
-    keep, out_cast = _kept(*module.__dict__.get("_ottava_attention", (None, None)), "int8")
+    recipe, reader = (module.__dict__.get(name) for name in ("recipe", "reader"))
+    keep, reader = _kept(recipe, "int8", reader, query)
     how = How(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dtype=compute_dtype(query),
         window=window,
         keep=keep,
-        out_cast=out_cast,
+        reader=reader,
     )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     return attend(q, k, v, None, None, sinks, None, how), None
@@ -304,14 +297,15 @@ def register_hf_attention() -> str:
     return _NAME
 
 
-def convert_hf(module: nn.Module, recipe: Recipe | None, out_cast: Cast | None) -> None:
+def convert_hf(module: nn.Module, recipe: Recipe | None, reader: nn.Module | None) -> None:
     """Let one transformers attention module call `hf_attention` and keep 8-bit codes under
-    `recipe`. The implementation is chosen by the config it shares with its model; the one before
-    is remembered for `revert_hf`. Does nothing without a recipe."""
+    `recipe`; `reader` as in `Attention`. The implementation is chosen by the config it shares with
+    its model; the one before is remembered for `revert_hf`. Does nothing without a recipe."""
     if recipe is None:
         return
     name = register_hf_attention()
-    module.__dict__["_ottava_attention"] = (recipe, out_cast)
+    settings = {"recipe": recipe, "reader": reader}
+    module.__dict__.update(settings, _ottava_settings=tuple(settings))
     before = module.config._attn_implementation
     if before != name:
         module.__dict__["_ottava_attention_before"] = before
@@ -321,6 +315,5 @@ def convert_hf(module: nn.Module, recipe: Recipe | None, out_cast: Cast | None) 
 def revert_hf(model: nn.Module) -> None:
     """Undo `convert_hf` on every module of `model`."""
     for module in model.modules():
-        module.__dict__.pop("_ottava_attention", None)
         if "_ottava_attention_before" in module.__dict__:
             module.config._attn_implementation = module.__dict__.pop("_ottava_attention_before")

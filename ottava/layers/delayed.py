@@ -39,17 +39,20 @@ class AmaxHistory:
         self.number = next(_numbers)  # modules first run in the same order on every rank
 
     @classmethod
-    def of(cls, known: AmaxHistory | None, history: int, parameter: torch.Tensor) -> AmaxHistory:
-        """`known` with length `history` on the parameter's device, or a new one; committed
-        whenever an optimizer that holds `parameter` has really stepped."""
-        out = cls(history, parameter.device) if known is None else known
+    def of(
+        cls, known: AmaxHistory | None, history: int, parameter: torch.Tensor, x: torch.Tensor
+    ) -> AmaxHistory:
+        """`known` with length `history` on x's device, or a new one; committed whenever an
+        optimizer that holds `parameter` has really stepped. The parameter itself need not be here
+        yet (sharded, offloaded): what is cast is x."""
+        out = cls(history, x.device) if known is None else known
         if out.amax.shape[1] != history:
             out = out.resized(history)
-        if out.amax.is_meta and not parameter.is_meta:
-            out = cls(history, parameter.device)
-        if out.amax.device != parameter.device:
+        if out.amax.is_meta and not x.is_meta:
+            out = cls(history, x.device)
+        if out.amax.device != x.device:
             for name in ("amax", "pending", "top"):
-                setattr(out, name, getattr(out, name).to(parameter.device))
+                setattr(out, name, getattr(out, name).to(x.device))
             out._top_version = None
         # of a weight gathered from shards, the shard is what the optimizer holds
         owner = getattr(parameter, "_ottava_shard", parameter)

@@ -18,7 +18,7 @@ from ..kernels.random import make_key
 from ..kernels.swiglu_codes import swiglu_backward_amax, swiglu_backward_first
 from ..numerics.recipe import Cast, Recipe
 from .delayed import clock
-from .saved import Kept, noted_amax, transposes
+from .saved import Kept, carry, noted_amax, transposes
 from .weights import grad_dtype_of, weight_cols, weight_rows, weight_values
 
 
@@ -179,3 +179,15 @@ def flat(rows: Quantized | None, kept: Kept | None) -> tuple[torch.Tensor | None
         *((None, None) if rows is None else (rows.codes, rows.scale)),
         *((kept.q.codes, kept.q.scale) if apart else (None, None)),
     )
+
+
+def carry_flat(y: torch.Tensor, how: How, rows, rows_scale, kept, kept_scale) -> None:
+    """Let codes that `flat` gave travel with y to the linear whose `how` cast them. Not under
+    torch.compile, which merges equal casts by itself."""
+    if torch.compiler.is_compiling():
+        return
+    if kept is None:
+        kept, kept_scale = rows, rows_scale
+    cast = how.recipe.input
+    rows = Quantized(rows, rows_scale, cast.granularity)
+    carry(y, cast, rows, how.kept(kept, kept_scale))

@@ -23,10 +23,11 @@ from ..kernels.gemm import gemm
 from ..kernels.joined import join_transposed
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Recipe, get_recipe
+from ..stretch import runs_again
 from .autocast import HIGH, recipe_in_force
 from .delayed import AmaxHistory
 from .how import How, flat, joined_grad_codes, joins
-from .saved import codes_of, noted_amax, save, saved
+from .saved import carried_by, codes_of, noted_amax, save, saved
 from .waiting import leave, may_wait, take, whole
 from .weights import Stored, compute_dtype, grad_dtype_of, traceable, untraced, weight_rows
 
@@ -186,10 +187,14 @@ class Linear(Stored, nn.Linear):
         return outs[0]
 
     def how(self, recipe: Recipe, x: torch.Tensor) -> How:
-        """How this linear runs on x under `recipe`."""
+        """How this linear runs on x under `recipe`; what makes x asks as well, to cast it (`reader`).
+        Needs nothing of the weight but what is noted on it, so a sharded one may be elsewhere."""
         stream = getattr(self.weight, "_ottava_stream", 0)
-        history = self._history_for(recipe) if recipe.delayed else None
-        record = self.training and torch.is_grad_enabled()
+        history = None
+        if recipe.delayed:
+            history = AmaxHistory.of(self._history, recipe.history, self.weight, x)
+            self._history = history
+        record = self.training and torch.is_grad_enabled() and not runs_again()
         return How(recipe, compute_dtype(x), history, stream, record)
 
     def _input_codes(self, x: torch.Tensor, how: How):
@@ -199,11 +204,10 @@ class Linear(Stored, nn.Linear):
             return codes_of(x, recipe.input, how)
         if not recipe.output.fp8:
             return None, None
+        found = carried_by(x, recipe.input)
+        if found is not None:
+            return found.rows, None
         return how.cast(0, x.detach().reshape(-1, x.shape[-1]), "rows"), None
-
-    def _history_for(self, recipe: Recipe) -> AmaxHistory:
-        self._history = AmaxHistory.of(self._history, recipe.history, self.weight)
-        return self._history
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"

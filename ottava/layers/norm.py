@@ -16,13 +16,13 @@ import torch
 from torch import nn
 
 from ..kernels import norm as norm_kernels
-from ..kernels.cast import Quantized
 from ..kernels.norm_codes import norm_codes
 from ..numerics.recipe import Recipe, get_recipe
+from ..stretch import runs_again
 from .autocast import recipe_in_force
 from .delayed import AmaxHistory
-from .how import How, flat
-from .saved import Kept, carry, cast_input, note_amax, save, saved
+from .how import How, carry_flat, flat
+from .saved import Kept, cast_input, note_amax, save, saved
 from .waiting import leave, may_wait, take, waits, whole
 from .weights import Stored, grad_dtype_of, weight_values
 
@@ -137,19 +137,14 @@ def _run(norm: RMSNorm | LayerNorm, x, residual=None, *, passes: bool = False):
     recipe, how = recipe_in_force(norm.recipe), None
     if recipe.keeps_codes and torch.is_grad_enabled():
         if recipe.delayed:
-            norm._history = AmaxHistory.of(norm._history, recipe.history, weight)
-        how = How(recipe, x.dtype, norm._history, record=norm.training)
+            norm._history = AmaxHistory.of(norm._history, recipe.history, weight, x)
+        how = How(recipe, x.dtype, norm._history, record=norm.training and not runs_again())
     x_MH = x.reshape(-1, x.shape[-1])
     residual_MH = None if residual is None else residual.reshape(x_MH.shape)
-    y, h, rows, rows_scale, kept, kept_scale = NormFunction.apply(
-        x_MH, residual_MH, weight, bias, eps, how, is_rms, passes
-    )
+    y, h, *codes = NormFunction.apply(x_MH, residual_MH, weight, bias, eps, how, is_rms, passes)
     y = y.view(x.shape)
-    if how is not None and not torch.compiler.is_compiling():
-        if kept is None:
-            kept, kept_scale = rows, rows_scale
-        rows = Quantized(rows, rows_scale, recipe.input.granularity)
-        carry(y, recipe.input, rows, how.kept(kept, kept_scale))
+    if how is not None:
+        carry_flat(y, how, *codes)
     return y, None if h is None else h.view(x.shape)
 
 

@@ -158,12 +158,11 @@ class Precision:
 
     def __init__(self, model: nn.Module, plan: Plan | None) -> None:
         self.plan = plan
-        self._own = {}  # module name -> (module, attribute, value under the plan)
+        self._own = {}  # module name -> (module, its recipe under the plan)
         for row in plan.rows if plan else ():
             module = model.get_submodule(row.name)
-            for name in ("recipe", "out_cast", "_ottava_attention"):
-                if name in module.__dict__:
-                    self._own[row.name, name] = module, module.__dict__[name]
+            if "recipe" in module.__dict__:
+                self._own[row.name] = module, module.__dict__["recipe"]
         self._now: frozenset[str] = frozenset()
 
     def apply(self, rows: Iterable[str]) -> bool:
@@ -172,12 +171,8 @@ class Precision:
         if wanted == self._now:
             return False
         high = self._with_dependents(wanted)
-        for (row, name), (module, own) in self._own.items():
-            value = None if row in high else own
-            if name != "recipe" and f"{_beside(row)}.o_proj" in high:
-                # what attention gives is cast by the reader alone, if it is cast
-                value = (own[0], None) if isinstance(own, tuple) else None
-            module.__dict__[name] = value
+        for row, (module, own) in self._own.items():
+            module.__dict__["recipe"] = None if row in high else own
         self._now = wanted
         return True
 
@@ -191,11 +186,6 @@ class Precision:
             elif row.kind == "mlp" and linears & rows:
                 high.add(row.name)
         return high
-
-
-def _beside(row: str) -> str:
-    """The module that holds o_proj beside an attention core, or the attention itself."""
-    return row if row.endswith("attn") else row.rpartition(".")[0]
 
 
 # ---- going back -------------------------------------------------------------------------------

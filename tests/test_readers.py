@@ -1,0 +1,279 @@
+"""Who makes codes makes them as the linear that reads them would: with its amax history, its random
+stream, under its recipe in force. So they exist once, also under delayed scaling."""
+
+import copy
+import functools
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from test_convert import ids
+from test_decoder import blocks, model_of
+from torch import nn
+
+import ottava
+from ottava.layers import attention as attention_layer
+from ottava.layers.autocast import autocast
+from ottava.layers.delayed import clock
+from ottava.layers.how import How
+from ottava.layers.linear import Linear
+from ottava.layers.saved import carried_by
+from ottava.numerics.recipe import get_recipe
+from ottava.recompute import wrap_recompute
+from ottava.train.heal import Precision
+
+NAMES = ["llama", "mimo"]
+DELAYED = get_recipe("delayed")
+ROUNDED = replace(DELAYED, input=replace(DELAYED.input, rounding="stochastic"))
+
+
+def makers(model):
+    """The modules that make codes of an attention's output."""
+    found = outputs(model).values()
+    return [m for m in model.modules() if m.__dict__.get("reader") in found]
+
+
+def apart(model):
+    """The same model with every reader making its own codes of attention's output."""
+    for maker in makers(model):
+        maker.__dict__["reader"] = None
+    return model
+
+
+def outputs(model):
+    return {n: m for n, m in model.named_modules() if n.endswith("o_proj")}
+
+
+def train(model, steps=3, rate=0.0, seed=1):
+    """Losses, and gradients of the last step; batches grow, so that no two steps have one amax."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    losses, clock.step = [], 0
+    for step in range(steps):
+        x = torch.randint(0, 96, (2, 24), generator=torch.Generator().manual_seed(seed + step))
+        optimizer.zero_grad()
+        loss = model(input_ids=x, labels=x, use_cache=False).loss
+        loss.backward()
+        losses.append(loss.detach())
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+    return torch.stack(losses), grads
+
+
+def kept_bytes(run):
+    """Bytes that autograd keeps of `run()`, parameters apart; each storage once."""
+    seen = {}
+
+    def pack(x):
+        if not isinstance(x, nn.Parameter):
+            seen[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = run()
+    return sum(seen.values()), out
+
+
+def core_and_reader(recipe):
+    """An attention, the linear that reads it, and q, k, v."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 64, 4, 16).bfloat16().requires_grad_() for _ in range(3))
+    linear = Linear(64, 64, bias=False, recipe=recipe).bfloat16()
+    core = nn.Module()
+    core.softmax_scale, core.value_scale, core.window = 0.25, 1.0, None
+    core.__class__ = attention_layer.Attention
+    core.recipe = linear.recipe
+    core.__dict__["reader"] = linear
+    return core, linear, (q, k, v)
+
+
+def attention_and_output(recipe, steps):
+    """Bytes kept by an attention and its reader after so many steps."""
+    core, linear, (q, k, v) = core_and_reader(recipe)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.0)
+    for _ in range(steps):
+        linear(core(q, k, v, None, None).flatten(-2)).sum().backward()
+        optimizer.step()
+    return kept_bytes(lambda: linear(core(q, k, v, None, None).flatten(-2)))[0]
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_attention_and_its_reader_keep_the_same_bytes_under_delayed_scaling(steps):
+    """Codes of q, k, v and of the output, once; scales a head row in BF16, lse, one for the output."""
+    want = 4 * 2 * 64 * 64 + 3 * 2 * (2 * 64 * 4) + 4 * 2 * 64 * 4 + 4
+    for recipe in ("tensor", "delayed", ROUNDED):
+        assert attention_and_output(recipe, steps) == want
+
+
+def record(calls, _module, args, kwargs):
+    calls.append((args, kwargs))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_decoder_layer_keeps_the_same_bytes_under_delayed_scaling(name):
+    kept = {}
+    for recipe in ("tensor", "delayed"):
+        model = model_of(name, recipe, torch.bfloat16)
+        train(model, 2)
+        block, calls = blocks(model)[0], []
+        hook = functools.partial(record, calls)
+        block.register_forward_pre_hook(hook, with_kwargs=True)
+        model(input_ids=ids(), use_cache=False)
+        args, kwargs = calls.pop()
+        x, *args = args or (kwargs.pop("hidden_states"),)
+        x = x.detach().requires_grad_()
+        run = functools.partial(block, x, *args, **kwargs)
+        kept[recipe] = kept_bytes(run)[0]
+    assert (
+        kept["delayed"] == kept["tensor"] - 4
+    )  # the amax of the MLP's inside, for its second cast
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("recipe", [DELAYED, ROUNDED], ids=["nearest", "stochastic"])
+def test_the_history_is_what_the_reader_alone_would_have(name, recipe):
+    """Codes are the same to the bit, so losses are, and what the history holds is."""
+    got, want = model_of(name, recipe), apart(model_of(name, recipe))
+    assert len(makers(got)) == 2 and not makers(want)
+    results = [train(model)[0] for model in (got, want)]
+    assert torch.equal(*results)
+    for o, p in zip(outputs(got).values(), outputs(want).values(), strict=True):
+        assert o._history.ready[0] and o._history.amax[0, :3].unique().numel() == 3
+        assert torch.equal(o._history.amax[0], p._history.amax[0])
+        assert not o._history.pending.any()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_output_is_cast_once(name, monkeypatch):
+    """By attention, with the scale of earlier steps; o_proj casts nothing."""
+    model, casts = model_of(name, "delayed"), []
+    train(model, 2)
+    make = attention_layer.cast_input
+    monkeypatch.setattr(
+        attention_layer, "cast_input", lambda x, how: casts.append(how) or make(x, how)
+    )
+    for o in outputs(model).values():
+        assert o._history.ready[0]
+        o.register_forward_pre_hook(
+            lambda o, args: casts.append(carried_by(args[0], DELAYED.input).rows.scale)
+        )
+    model(input_ids=ids(), use_cache=False)
+    for (how, scale), o in zip(zip(casts[::2], casts[1::2], strict=True), outputs(model).values(),
+                               strict=True):  # fmt: skip
+        assert how.history is o._history and how.record
+        assert scale == o._history.top[0] / 448
+
+
+@pytest.mark.parametrize("keep", ["int8", "high"])
+def test_a_layer_that_runs_again_notes_nothing_twice(keep):
+    """Its second run starts from a rounded input, so its amax is another one."""
+    pending = []
+    for which in ("none", "layer"):
+        model = model_of("mimo", "delayed")
+        train(model, 2)
+        wrap_recompute(model, which, model._ottava_plan, autocast, keep=keep)
+        loss = model(input_ids=ids(), labels=ids(), use_cache=False).loss
+        first = {n: o._history.pending[0].clone() for n, o in outputs(model).items()}
+        top = {n: o._history.top[0].clone() for n, o in outputs(model).items()}
+        loss.backward()
+        for n, o in outputs(model).items():
+            assert o._history.pending[0] == first[n] > 0 and o._history.top[0] == top[n]
+        pending.append(list(first.values()))
+    assert pending[0] == pending[1]
+
+
+def test_a_frozen_reader_takes_the_codes_too(monkeypatch):
+    """It keeps none for a gradient of its own, and casts nothing again."""
+    got, want = model_of("mimo", "delayed"), apart(model_of("mimo", "delayed"))
+    casts, cast = [], How.cast
+
+    def counted(how, operand, *args):
+        casts.append((how.history, operand))
+        return cast(how, operand, *args)
+
+    monkeypatch.setattr(How, "cast", counted)
+    for o in [*outputs(got).values(), *outputs(want).values()]:
+        o.weight.requires_grad_(False)
+    results = [train(model, 2)[0] for model in (got, want)]
+    assert torch.equal(*results)
+    for o in [*outputs(got).values(), *outputs(want).values()]:
+        assert casts.count((o._history, 0)) == 2
+
+
+def test_regions_and_demotion_decide_for_the_reader():
+    model = model_of("mimo", "delayed")
+    core, o = (m := model.model.layers[0].self_attn).core, m.o_proj
+
+    @contextmanager
+    def takes(cast):
+        seen = []
+        hook = o.register_forward_pre_hook(
+            lambda _, args: seen.append(carried_by(args[0], cast) is not None)
+        )
+        yield seen
+        hook.remove()
+
+    def run(context, cast=DELAYED.input):
+        with context, takes(cast) as seen:
+            model(input_ids=ids(), use_cache=False)
+        return seen
+
+    assert core.reader is o
+    assert run(autocast()) == [True]
+    assert run(autocast(recipe="row")) == [False]
+    assert run(autocast(recipe="row"), get_recipe("row").input) == [True]
+    assert run(autocast(enabled=False)) == [False]
+    assert run(torch.no_grad()) == [False]
+    rows = Precision(model, model._ottava_plan)
+    rows.apply(["model.layers.0.self_attn.o_proj"])
+    assert o.recipe is None and run(autocast()) == [False]
+    assert run(autocast(recipe="row"), get_recipe("row").input) == [False]
+    rows.apply(["model.layers.0.self_attn.core"])
+    assert run(autocast()) == [False]
+    rows.apply([])
+    assert run(autocast()) == [True]
+
+
+def test_evaluation_and_no_grad_leave_no_trace():
+    model = model_of("mimo", "delayed")
+    train(model, 2)
+    model.eval()
+    model(input_ids=ids(), use_cache=False)
+    with torch.no_grad():
+        model.train()(input_ids=ids(), use_cache=False)
+    assert not any(o._history.pending[0] for o in outputs(model).values())
+
+
+def test_readers_are_no_submodules_and_follow_a_copy():
+    model = model_of("llama", "delayed")
+    names = [n for n, _ in model.named_modules()]
+    other = copy.deepcopy(model)
+    for a, b in zip(makers(model), makers(other), strict=True):
+        assert b.reader is not a.reader and b.reader in list(other.modules())
+    assert names == [n for n, _ in other.named_modules()]
+    ottava.revert(model)
+    assert not makers(model) and "reader" not in model.model.layers[0].self_attn.__dict__
+
+
+def test_compiled_delayed_attention_agrees_with_eager(monkeypatch):
+    """Nothing travels there: the reader makes its own codes, and its history is the same."""
+    outs, histories = [], []
+    for compiled in (False, True):
+        core, linear, qkv = core_and_reader("delayed")
+        optimizer = torch.optim.SGD(linear.parameters(), lr=0.0)
+
+        def run(core=core, linear=linear, qkv=qkv):
+            return linear(core(*qkv, None, None).flatten(-2))
+
+        for function in (run, torch.compile(run, backend="aot_eager") if compiled else run):
+            outs.append(function())
+            outs[-1].square().sum().backward()
+            optimizer.step()
+        histories.append(linear._history.amax)
+    torch._dynamo.reset()
+    torch.testing.assert_close(outs[3], outs[1])
+    torch.testing.assert_close(*histories)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert attention_layer._kept(DELAYED, "int8", linear, qkv[0]) == ("int8", None)
+    tensor = attention_layer._kept(DELAYED, "int8", Linear(64, 64, recipe="tensor"), qkv[0])
+    assert tensor[1].recipe == get_recipe("tensor")
