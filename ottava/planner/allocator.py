@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from .lifetimes import PHASES, Timeline, state_tensors
+from .lifetimes import PHASES, Peak, Timeline, replay, state_tensors
 
 MIN_BLOCK = 512
 SMALL = 1 << 20  # requests up to here come from 2 MiB segments
@@ -154,6 +154,15 @@ def block_sizes(timeline: Timeline) -> tuple[dict[int, int], int]:
         else:
             allocator.free(where.pop(storage))
     return sizes, allocator.peak_reserved
+
+
+def priced(timeline: Timeline, device: str) -> tuple[Peak, int]:
+    """The peak of a timeline on `device`: in allocator blocks on "cuda", with the bytes reserved;
+    in bytes of tensors, and 0, on "cpu"."""
+    if device != "cuda":
+        return replay(timeline), 0
+    sizes, reserved = block_sizes(timeline)
+    return replay(timeline, sizes), reserved
 
 
 class AllocatorRecorder:

@@ -9,6 +9,7 @@ nothing can know while the forward runs. So a category is never a guess made at 
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ..optim.adamw import local
+
 CATEGORIES: tuple[str, ...] = (
     "weights",
     "master",
@@ -26,6 +29,7 @@ CATEGORIES: tuple[str, ...] = (
     "activations",
     "temporary",
 )
+GATHERED = "gathered"  # label of whole weights that a strategy gathers; it puts them in itself
 LARGEST = 16  # groups of storages that a peak names
 EMPTY = -1  # the number of every storage without bytes, which no event mentions
 PHASES = ("forward", "backward", "step", "idle")
@@ -37,15 +41,28 @@ class Timeline:
 
     `events`: (storage, bytes), bytes > 0 at birth and < 0 at death. `marks`: (number of events
     before it, phase that starts there). `labels`: category of the storages that a registry knows.
-    `origins`: the operator that a storage came from, where it is known. `since`: the number of
-    events before the span whose peak is asked for.
+    `origins`: the operator that a storage came from, where it is known. `owners`: number of the
+    parameter whose value, state or gradient a storage is. `spans`: when the model's units ran.
+    `since`: the number of events before the span whose peak is asked for.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
     marks: list[tuple[int, str]] = field(default_factory=list)
     labels: dict[int, str] = field(default_factory=dict)
     origins: dict[int, str] = field(default_factory=dict)
+    owners: dict[int, int] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
     since: int = 0
+
+
+@dataclass
+class Span:
+    """One run of a unit of the model, forward or backward: events number `start` up to `stop`."""
+
+    unit: int
+    phase: str
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,18 @@ def replay(timeline: Timeline, sizes: Mapping[int, int] | None = None) -> Peak:
     return Peak(most, phase, at, split, tuple(ranked[:LARGEST]))
 
 
+def leave_out(timeline: Timeline, category: str) -> None:
+    """Take every storage of one category out, in place: it lies elsewhere."""
+    gone = {storage for storage, label in timeline.labels.items() if label == category}
+    kept = [i for i, (storage, _) in enumerate(timeline.events) if storage not in gone]
+    place = [bisect_left(kept, i) for i in range(len(timeline.events) + 1)]
+    timeline.events = [timeline.events[i] for i in kept]
+    timeline.marks = [(place[i], phase) for i, phase in timeline.marks]
+    for span in timeline.spans:
+        span.start, span.stop = place[span.start], place[span.stop]
+    timeline.since = place[timeline.since]
+
+
 def _alive_after(timeline: Timeline, event: int, sizes: Mapping[int, int] | None) -> dict[int, int]:
     alive: dict[int, int] = {}
     for storage, nbytes in timeline.events[: event + 1]:
@@ -130,20 +159,30 @@ def state_tensors(
     A parameter's own bytes and its scale are weights; its residual, and an optimizer's master copy,
     are master; everything else an optimizer keeps, and a running `average` (an EMA), is moments.
     """
+    for category, tensor, _ in owned_tensors(model, optimizer, average):
+        yield category, tensor
+
+
+def owned_tensors(
+    model: nn.Module, optimizer=None, average=None
+) -> Iterable[tuple[str, torch.Tensor, torch.Tensor | None]]:
+    """The same with the parameter that each tensor belongs to; None where it is no parameter's."""
     seen: set[int] = set()
     for owner in (model.parameters(), model.buffers()):
         for tensor in owner:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield "weights", tensor
-                yield from _parts_of(tensor)
+                own = tensor if isinstance(tensor, nn.Parameter) else None
+                yield "weights", tensor, own
+                yield from ((kind, part, own) for kind, part in _parts_of(tensor))
     if average is not None:
-        yield from (("moments", tensor) for tensor in average.shadow.values())
-    for name, value in _state_items(optimizer):
+        names = dict(model.named_parameters())
+        yield from (("moments", t, names.get(name)) for name, t in average.shadow.items())
+    for parameter, name, value in _state_items(optimizer):
         master = any(word in name for word in ("master", "residual"))
         for tensor in tree_iter(value):
             if isinstance(tensor, torch.Tensor):
-                yield ("master" if master else "moments"), tensor
+                yield ("master" if master else "moments"), tensor, parameter
 
 
 @contextmanager
@@ -193,12 +232,12 @@ def _parts_of(parameter: torch.Tensor) -> Iterable[tuple[str, torch.Tensor]]:
             yield ("master" if "residual" in name else "weights"), value
 
 
-def _state_items(optimizer) -> Iterable[tuple[str, object]]:
+def _state_items(optimizer) -> Iterable[tuple[torch.Tensor, str, object]]:
     if optimizer is None:
         return
-    for state in optimizer.state.values():
+    for parameter, state in optimizer.state.items():
         if isinstance(state, Mapping):
-            yield from state.items()
+            yield from ((parameter, name, value) for name, value in state.items())
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -227,16 +266,35 @@ class MemoryTracker(TorchDispatchMode):
         self._hooks: list = []
         self._count = 0
         self._operator = ""
+        self._owners: dict[int, int] = {}  # id of a parameter -> its number
+        self.on_mark: Callable[[], object] | None = None  # called when a phase begins
 
-    def register(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Label the storages of `tensors`, which count as alive from now on if they are new."""
+    def register(
+        self, category: str, tensors: Iterable[torch.Tensor], owner: torch.Tensor | None = None
+    ) -> None:
+        """Label the storages of `tensors`, which count as alive from now on if they are new.
+
+        `owner`: the parameter they belong to.
+        """
+        number = self._owners.get(id(owner))
         for tensor in tensors:
-            self.timeline.labels[self._see(tensor)] = category
+            storage = self._see(tensor)
+            if self.timeline.labels.get(storage) == GATHERED:
+                continue
+            self.timeline.labels[storage] = category
+            if number is not None:
+                self.timeline.owners[storage] = number
+
+    @property
+    def now(self) -> int:
+        """The number of events so far."""
+        return len(self.timeline.events)
 
     def watch(self, model: nn.Module, optimizer=None, average=None) -> None:
         """Register everything that outlives a step, now and again at every mark."""
         self._watched = (model, optimizer, average)
-        for parameter in model.parameters():
+        for number, parameter in enumerate(model.parameters()):
+            self._owners[id(parameter)] = number
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._label_gradient)
                 self._hooks.append(hook)
@@ -246,6 +304,8 @@ class MemoryTracker(TorchDispatchMode):
         """Start a phase: "forward", "backward", "step", or "idle" after the last."""
         if phase not in PHASES:
             raise ValueError(f"mark: {phase!r} is not one of {', '.join(PHASES)}")
+        if self.on_mark is not None:
+            self.on_mark()
         self._relabel()
         self.timeline.marks.append((len(self.timeline.events), phase))
 
@@ -253,7 +313,13 @@ class MemoryTracker(TorchDispatchMode):
         """The peak that counts is the peak from here on."""
         self.timeline.since = len(self.timeline.events)
 
+    def __enter__(self) -> MemoryTracker:
+        self._plain_resize = torch.UntypedStorage.resize_
+        torch.UntypedStorage.resize_ = lambda *a: self._resized(*a)  # type: ignore[method-assign]
+        return super().__enter__()
+
     def __exit__(self, *exc) -> None:
+        torch.UntypedStorage.resize_ = self._plain_resize  # type: ignore[method-assign]
         for hook in self._hooks:
             hook.remove()
         super().__exit__(*exc)
@@ -282,7 +348,9 @@ class MemoryTracker(TorchDispatchMode):
         return number
 
     def _see(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
+        return self._follow(local(tensor).untyped_storage())
+
+    def _follow(self, storage: torch.UntypedStorage) -> int:
         key, nbytes = storage._cdata, storage.nbytes()
         known = self._number.get(key)
         if known is not None:
@@ -297,6 +365,12 @@ class MemoryTracker(TorchDispatchMode):
         self._refs[number] = weakref.ref(storage, lambda _: self._forget(key, number))
         return number
 
+    def _resized(self, storage: torch.UntypedStorage, nbytes: int) -> torch.UntypedStorage:
+        """A storage that was resized by itself, as FSDP2 does with weights that it gathers."""
+        out = self._plain_resize(storage, nbytes)
+        self._follow(storage)
+        return out
+
     def _forget(self, key: int, number: int) -> None:
         if self._refs.pop(number, None) is not None:
             self.timeline.events.append((number, -self._sizes.pop(number)))
@@ -305,9 +379,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def _label_gradient(self, parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
-            self.register("gradients", [parameter.grad])
+            self.register("gradients", [parameter.grad], parameter)
 
     def _relabel(self) -> None:
         if self._watched:
-            for category, tensor in state_tensors(*self._watched):
-                self.register(category, [tensor])
+            for category, tensor, owner in owned_tensors(*self._watched):
+                self.register(category, [tensor], owner)

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,11 +27,16 @@ from ..kernels.split import SplitParameter
 from ..layers.delayed import clock
 from ..models.mimo import MiMoPreTrainedModel
 from ..models.moe import Router, update_router_bias
+from ..numerics.policy import Plan
+from ..optim.adamw import splits_codes
 from ..optim.clip import fast_norm
 from ..optim.ema import EMA
 from ..recompute import wrap_recompute
-from .allocator import block_sizes
-from .lifetimes import MemoryTracker, Peak, follow, replay
+from .allocator import priced
+from .forms import freeze_as_codes, gathered, restore_split_class, share_experts
+from .lifetimes import GATHERED, MemoryTracker, Peak, Timeline, follow, leave_out
+from .lora import add_lora, released_policy
+from .units import facts_of, separate, spans_of
 
 # Measured: cuBLAS keeps a workspace for each thread that multiplies (forward's and backward's).
 CUBLAS_WORKSPACE = 2 * (32 << 20)
@@ -156,35 +162,73 @@ def held_on_cuda(func, args: Iterable, kwargs: dict, out) -> int:
     return held(*args, **kwargs) if held else 0
 
 
-class _FakeSplit(SplitParameter, FakeTensor):
-    """A split master on fake tensors: both classes' behaviour."""
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """What of a run one of several ranks does otherwise than a process alone.
+
+    `gathers`: layers run with weights gathered for them. `experts_over`: ranks that share a layer's
+    experts. `lora`: rank of adapters on a frozen model in FP8 codes; 0: the whole model trains.
+    """
+
+    gathers: bool = False
+    experts_over: int = 1
+    lora: int = 0
 
 
-def _restore_split_class(model: nn.Module) -> None:
-    """Splitting marks a fake parameter but leaves its class, which is what makes it fake."""
-    for parameter in model.parameters():
-        if isinstance(parameter, SplitParameter):
-            parameter.__class__ = _FakeSplit
+ALONE = Share()
 
 
 class Rehearsal:
-    """A run prepared on fake tensors, and its step."""
+    """A run prepared on fake tensors, and its step. `facts`: its parameters, in order."""
 
-    def __init__(self, run: Run, model: nn.Module | None, device: str) -> None:
-        self.run, self.device, self.settings = run, device, run.settings
+    def __init__(
+        self, run: Run, model: nn.Module | None, device: str, share: Share = ALONE
+    ) -> None:
+        self.share = share
         self.mode, self._clock = fake_mode(), (clock.seed, clock.step)
         where = device if device == "cpu" or torch.cuda.is_available() else "cpu"
         plain = prepare.build_model(run, "meta") if model is None else model
-        dtype = prepare.DTYPES[self.settings.param_dtype]
-        self.model = on_fakes(plain, self.mode, dtype).train()
+        if share.lora and run.precision.policy == "default":
+            run = replace(run, precision=replace(run.precision, policy=released_policy(plain)))
+        self.run, self.device, self.settings = run, device, run.settings
+        self.model = on_fakes(plain, self.mode, prepare.DTYPES[self.settings.param_dtype]).train()
         with self._inside():
+            if share.experts_over > 1:
+                share_experts(self.model, share.experts_over)
+            if share.lora:
+                add_lora(self.model, share.lora)
             plan = prepare.convert_for(run, self.model, where)
+            if share.lora:
+                freeze_as_codes(self.model)
+            if share.gathers:
+                separate(self.model)
             wrap_recompute(self.model, run.train.recompute, plan, contextlib.nullcontext)
             self.optimizer = prepare.make_optimizer(run, self.model)
-            _restore_split_class(self.model)
+            restore_split_class(self.model)
             self.handle = prepare.fuse(run, self.model, self.optimizer)
             self.ema = EMA(self.model, run.ema.decay) if run.ema.decay else None
+        self.coded = self._coded(plan) if share.gathers else []
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    def _coded(self, plan: Plan | None) -> list[torch.Tensor]:
+        """Weights kept in high precision that travel as codes: those that layers read as codes."""
+        p = self.run.precision
+        always = p.start_fp8_at == 0.0 and p.finish_bf16_at == 1.0
+        wanted = self.run.distributed.gather == "fp8" and self.settings.grad_dtype == "bf16"
+        if plan is None or not (always and wanted):
+            return []
+        recipes = {row.name: row.recipe for row in plan.rows}
+        out = []
+        for name, module in self.model.named_modules():
+            recipe = recipes.get(name)
+            if recipe is None or not (recipe.output.fp8 and recipe.grad_input.fp8):
+                continue
+            for p in module.parameters(recurse=False):
+                cast = getattr(p, "_ottava_cast", None)
+                own_codes = isinstance(p, SplitParameter)
+                if p.requires_grad and splits_codes(cast) and not own_codes:
+                    out.append(p)
+        return out
 
     @contextlib.contextmanager
     def _inside(self) -> Iterator[None]:
@@ -193,35 +237,56 @@ class Rehearsal:
 
     def measure(self) -> tuple[Peak, int]:
         """The peak of the second step, and the bytes that the CUDA allocator would reserve."""
+        return priced(self.rehearse(), self.device)
+
+    def rehearse(self, counter: Callable[..., None] | None = None) -> Timeline:
+        """Two steps, of which the second counts. `counter`: called with every operator, its
+        arguments and its result."""
         cuda = self.device == "cuda"
-        tracker = MemoryTracker(held_on_cuda if cuda else None)
+
+        def inside(func, args, kwargs, out) -> int:
+            if counter is not None:
+                counter(func, args, kwargs, out)
+            return held_on_cuda(func, args, kwargs, out) if cuda else 0
+
+        tracker = MemoryTracker(inside)
         try:
-            with self._inside(), tracker:
+            with self._inside(), tracker, self._spans(tracker):
                 # the name keeps it alive until both steps are over
                 workspace = torch.empty(CUBLAS_WORKSPACE if cuda else 0, dtype=torch.uint8)
                 with follow(tracker, self.model, self.optimizer, self.ema):
-                    self._step()
+                    self._step(tracker)
                     tracker.start_span()
-                    self._step()
+                    self._step(tracker)
                 del workspace
         finally:
             clock.seed, clock.step = self._clock
-        if not cuda:
-            return replay(tracker.timeline), 0
-        sizes, reserved = block_sizes(tracker.timeline)
-        return replay(tracker.timeline, sizes), reserved
+        if cuda and self.run.optimizer.moments_on == "host":
+            leave_out(tracker.timeline, "moments")
+        return tracker.timeline
 
-    def _step(self) -> None:
+    def _spans(self, tracker: MemoryTracker) -> contextlib.AbstractContextManager[None]:
+        try:
+            self.facts = facts_of(self.model, {id(p) for p in self.coded})
+        except ValueError:  # no list of layers: nothing to shard by
+            self.facts = []
+            return contextlib.nullcontext()
+        return spans_of(tracker, self.model)
+
+    def _step(self, tracker: MemoryTracker) -> None:
         """What `Trainer.step_once` does, in its order."""
         run, total = self.run, torch.zeros(())
         inputs = self._inputs()
-        for _ in range(run.train.accumulate):
-            with self._precision():
-                loss = self.model(**inputs, num_items_in_batch=1).loss
-            total += loss.detach()
-            if self.handle is not None:
-                self.handle.guard(loss)
-            loss.backward()
+        with gathered(self.coded) as codes:
+            tracker.register(GATHERED, codes)
+            del codes
+            for _ in range(run.train.accumulate):
+                with self._precision():
+                    loss = self.model(**inputs, num_items_in_batch=1).loss
+                total += loss.detach()
+                if self.handle is not None:
+                    self.handle.guard(loss)
+                loss.backward()
         if self.handle is not None:
             self.handle.finish()
         else:
