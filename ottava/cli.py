@@ -1,4 +1,4 @@
-"""The command line: `ottava doctor | plan | compare | sweep | train | report | diagnose | export`.
+"""The command line: `ottava doctor | plan | compare | sweep | train | report | diagnose | eval | export`.
 
 Exit codes: 0 done, 1 the run failed, 2 the request was wrong; 130 after Ctrl-C, 143 after SIGTERM,
 138 after SIGUSR1 (a scheduler's warning): saved, and the same command continues.
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .commands import evaluate
 from .terminal import DONE, FAILED, REFUSED, Refused, err, out, print_json, request, say
 
 if TYPE_CHECKING:
@@ -364,6 +365,9 @@ def diagnose(
         out.print(f"{f.level.upper()}  {f.symptom} ({f.rule})")
         out.print(f"    seen:  {f.evidence}\n    cause: {f.cause}\n    try:   {f.setting}")
     out.print(f"{len(findings) or 'nothing'} found by {len(RULES)} rules.")
+
+
+app.command("eval")(evaluate)
 
 
 @app.command()
