@@ -20,6 +20,7 @@ from .kernels.gemm import gemm_path
 from .kernels.norm import hides_columns
 from .kernels.split import SplitParameter, join_split
 from .layers import attention as attention_layer
+from .layers.adapters import adapt_experts
 from .layers.decoder import Block, block_class, link_blocks
 from .layers.embedding import Embedding
 from .layers.experts import Experts
@@ -128,6 +129,7 @@ def convert(
     for number, row in enumerate(plan.rows):
         _apply(modules, row, plan, number, activations)
     link_blocks(modules)
+    adapt_experts(modules)
     for row in plan.rows:
         if row.kind == "attention":
             _join_projections(modules, row.name)
@@ -192,6 +194,9 @@ def _swap(module: nn.Module, target: type, settings: dict) -> None:
     for name, value in settings.items():
         module.__dict__[name] = value
     known = module.__dict__.get("_ottava_settings", ())
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(type(inner), "token_loss"):  # it makes its losses itself, whatever wraps it
+        model = inner
     module.__dict__["_ottava_settings"] = tuple({*known, *settings})
 
 

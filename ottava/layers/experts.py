@@ -28,6 +28,7 @@ from ..kernels.frozen import FrozenParameter
 from ..kernels.random import make_key
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast, Recipe
+from .adapters import thin, thin_grads
 from .autocast import HIGH, recipe_in_force
 from .delayed import clock
 from .saved import save, saved
@@ -257,52 +258,67 @@ def _tensor_codes(weight: Tensor, cast: Cast) -> tuple[Tensor, Tensor]:
 
 
 class ExpertsFunction(torch.autograd.Function):
-    """sum over a token's experts of down(silu(gate(x)) * up(x) * weight)."""
+    """sum over a token's experts of down(silu(gate(x)) * up(x) * weight). a, b: factors of adapters
+    of the two weights, or None (adapters.py)."""
 
     @staticmethod
-    def forward(ctx, x_TH, weight_Tk, w_gate_up, w_down, groups, how, recompute):
+    def forward(ctx, x_TH, weight_Tk, w_gate_up, w_down, groups, how, recompute, a1, b1, a2, b2):
         ctx.how, ctx.recompute, ctx.dtypes = how, recompute, (x_TH.dtype, weight_Tk.dtype)
         ctx.host = groups.host_ends, groups.event
         row_weight = _scatter(weight_Tk.float(), groups)
         x = how.input(x_TH, groups.token)
-        kept = (
-            (x_TH, None, None)
-            if not how.recipe.keeps_codes
-            else (x.codes.codes, x.codes.scale, x.amax)
-        )
-        h, gate_up = _inner(how, x, groups, w_gate_up, row_weight)
+        kept = (None, None, None)
+        if recompute or w_gate_up.requires_grad or a1 is not None:
+            kept = x_TH, None, None
+            if how.recipe.keeps_codes:
+                kept = x.codes.codes, x.codes.scale, x.amax
+        h, gate_up = _inner(how, x, groups, w_gate_up, row_weight, (a1, b1))
         gate_up = [None] * 4 if recompute else gate_up
         order = row_weight, groups.position, groups.ends
-        save(ctx, *kept, *gate_up, *order, parameters=(w_gate_up, w_down))
+        save(ctx, *kept, *gate_up, *order, parameters=(w_gate_up, w_down, a1, b1, a2, b2))
         y_PH = how.output(how.input(h), groups, w_down)
+        if a2 is not None:
+            y_PH = y_PH + thin(h.to(y_PH.dtype), a2, b2, groups.ends)
         return grouped.sum_rows(y_PH, groups.position)
 
     @staticmethod
     def backward(ctx, grad_TH):
         how = ctx.how
-        values, scale, amax, *gate_up, row_weight, position, ends, w_gate_up, w_down = saved(ctx)
+        values, scale, amax, *gate_up, row_weight, position, ends = (kept := saved(ctx))[:10]
+        w_gate_up, w_down, a1, b1, a2, b2 = kept[10:]
         wants_x, wants_weight, wants_gate_up, wants_down = ctx.needs_input_grad[:4]
         groups = Groups.again(position, ends, *ctx.host)
         x = _kept(how, values, scale, amax, groups.token)
         if ctx.recompute:
-            gate_up = _inner(how, x, groups, w_gate_up, row_weight)[1]
+            gate_up = _inner(how, x, groups, w_gate_up, row_weight, (a1, b1))[1]
         grad = how.grad(grad_TH.contiguous(), groups.token)
         grad_h = how.grad_input(grad, groups, w_down)
+        grad_y = None if a2 is None else grad.high(how.dtype)
+        if a2 is not None:
+            grad_h = grad_h + thin(grad_y, b2.transpose(1, 2), a2.transpose(1, 2), ends)
         grads = swiglu_kernels.swiglu_backward(grad_h, *gate_up, row_weight, joined=True)
         del grad_h, gate_up
         grad_x = grad_weight = grad_gate_up = grad_down = None
+        factors = [None] * 4
+        if a2 is not None:
+            factors[2:] = thin_grads(grad_y, grads.h, a2, b2, ends)
         if wants_down:
             grad_down = how.grad_weight(grad, how.input(grads.h), groups, w_down)
         if wants_weight:
             grad_weight = grads.grad_row_weight[position].to(ctx.dtypes[1])
-        grad = how.grad(grads.grad_gate)
-        del grads
+        inner = grads.grad_gate
+        grad = how.grad(inner)
+        del grads, grad_y
+        if a1 is not None:
+            factors[:2] = thin_grads(inner, x.high(how.dtype), a1, b1, ends)
         if wants_gate_up:
             grad_gate_up = how.grad_weight(grad, x, groups, w_gate_up)
         if wants_x:
-            grad_x = grouped.sum_rows(how.grad_input(grad, groups, w_gate_up), position)
-            grad_x = grad_x.to(ctx.dtypes[0])
-        return grad_x, grad_weight, grad_gate_up, grad_down, None, None, None
+            grad_x = how.grad_input(grad, groups, w_gate_up)
+            if a1 is not None:
+                grad_x = grad_x + thin(inner, b1.transpose(1, 2), a1.transpose(1, 2), ends)
+            grad_x = grouped.sum_rows(grad_x, position).to(ctx.dtypes[0])
+        return grad_x, grad_weight, grad_gate_up, grad_down, None, None, None, *factors
 
 
 def _scatter(weight_Tk: Tensor, groups: Groups) -> Tensor:
@@ -312,16 +328,21 @@ def _scatter(weight_Tk: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def _inner(how: How, x: Operand, groups: Groups, w_gate_up: Tensor, row_weight: Tensor):
+def _inner(how: How, x: Operand, groups: Groups, w_gate_up: Tensor, row_weight: Tensor, factors):
     """The weighted inner activation [P, F], and gate and up as backward takes them."""
-    gate, up = how.output(x, groups, w_gate_up).chunk(2, dim=1)
+    both = how.output(x, groups, w_gate_up)
+    if factors[0] is not None:
+        both = both + thin(x.high(both.dtype), *factors, groups.ends)
+    gate, up = both.chunk(2, dim=1)
     keeps = how.recipe.keeps_codes
     h, _, *codes = swiglu_kernels.swiglu(gate, up, row_weight, keep_codes=keeps)
     return h, codes if keeps else [gate, None, up, None]
 
 
-def _kept(how: How, values: Tensor, scale: Tensor | None, amax, index: Tensor) -> Operand:
-    """The saved input as an operand again."""
+def _kept(how: How, values: Tensor | None, scale: Tensor | None, amax, index) -> Operand | None:
+    """The saved input as an operand again, if it was saved."""
+    if values is None:
+        return None
     if scale is None:
         return how.input(values, index)
     return Operand(None, Quantized(values, scale, how.casts.input.granularity), amax, index)
@@ -330,11 +351,13 @@ def _kept(how: How, values: Tensor, scale: Tensor | None, amax, index: Tensor) -
 class Experts(Stored, nn.Module):
     """Swapped in for a module with 3-D parameters gate_up_proj [E, 2F, H] and down_proj [E, H, F].
 
-    `recompute`: keep the input's codes alone and run gate and up again in backward.
+    `recompute`: keep the input's codes alone and run gate and up again in backward. `adapters`:
+    parameter -> its factors (A, B), while a forward with adapters runs (adapters.py).
     """
 
     recipe: Recipe | None = None
     recompute: bool = False
+    adapters: dict[str, tuple[Tensor, Tensor]] = {}  # noqa: RUF012 (replaced, never changed)
 
     def forward(self, x_Th: Tensor, topk_index: Tensor, topk_weight: Tensor) -> Tensor:
         """[T, H] in the compute dtype from tokens, their experts' numbers and weights [T, k]."""
@@ -342,15 +365,17 @@ class Experts(Stored, nn.Module):
             return untraced(self.forward, x_Th, topk_index, topk_weight)
         recipe = recipe_in_force(self.recipe)
         coded = isinstance(self.gate_up_proj, SplitParameter | FrozenParameter)
-        if recipe is HIGH and not coded:
+        if recipe is HIGH and not coded and not self.adapters:
             return self._ottava_class.forward(self, x_Th, topk_index, topk_weight)
         stream = getattr(self.gate_up_proj, "_ottava_stream", 0)
         how = How(recipe, compute_dtype(x_Th), stream)
         groups = Groups.of(topk_index, self.gate_up_proj.shape[0])
         with torch.autocast(x_Th.device.type, enabled=False):  # `how` has its dtype already
             return ExpertsFunction.apply(
-                x_Th, topk_weight, self.gate_up_proj, self.down_proj, groups, how, self.recompute
-            )
+                x_Th, topk_weight, self.gate_up_proj, self.down_proj, groups, how, self.recompute,
+                *self.adapters.get("gate_up_proj", (None, None)),
+                *self.adapters.get("down_proj", (None, None)),
+            )  # fmt: skip
 
     def extra_repr(self) -> str:
         experts, rows, inner = self.gate_up_proj.shape

@@ -107,3 +107,12 @@ class FrozenLinear(_Frozen, Linear):
 
 class FrozenExperts(_Frozen, Experts):
     """Experts whose two weights are `FrozenParameter`s."""
+
+    def forward(self, x_Th, topk_index, topk_weight) -> torch.Tensor:
+        for name in ("gate_up_proj", "down_proj"):
+            if not isinstance(getattr(self, name), FrozenParameter):
+                raise ValueError(
+                    f"experts: PEFT is about to add an adapter to the FP8 codes of {name} as if they "
+                    "were values; call ottava.convert(model) after get_peft_model"
+                )
+        return super().forward(x_Th, topk_index, topk_weight)
