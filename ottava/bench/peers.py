@@ -41,7 +41,7 @@ class Built:
 class Variant:
     """`needs`: (distribution, version that it was written for). `dense`, `moe`: only for such models.
 
-    `preset`, `recompute`: what our planner can say about its memory; empty for a peer.
+    `preset`, `recompute`, `recipe`: what our planner can say about its memory; empty for a peer.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Variant:
     moe: bool = False
     preset: str = ""
     recompute: str = "none"
+    recipe: str = "preset"
 
     def missing(self) -> str:
         """Which package is not installed; empty when all are."""
@@ -274,7 +275,10 @@ OURS = (
     *(_preset(name) for name in PRESETS if name not in ("amp-fp16", "storage")),
     _preset("fp8", "mlp"),
     _preset("fp8-lean", "layer"),
-    Variant("fp8-lean, delayed", _ours("fp8-lean", recipe="delayed"), preset="fp8-lean"),
+    Variant(
+        "fp8-lean, delayed", _ours("fp8-lean", recipe="delayed"), preset="fp8-lean",
+        recipe="delayed",
+    ),
 )
 PEERS = (
     Variant("bf16, grouped experts", _grouped_bf16, moe=True),
