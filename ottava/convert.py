@@ -194,13 +194,13 @@ def _swap(module: nn.Module, target: type, settings: dict) -> None:
     for name, value in settings.items():
         module.__dict__[name] = value
     known = module.__dict__.get("_ottava_settings", ())
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if hasattr(type(inner), "token_loss"):  # it makes its losses itself, whatever wraps it
-        model = inner
     module.__dict__["_ottava_settings"] = tuple({*known, *settings})
 
 
 def _swap_causal_lm(model: nn.Module) -> None:
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if hasattr(type(inner), "token_loss"):  # it makes its losses itself, whatever wraps it
+        model = inner
     if not isinstance(model, ChunkedCausalLM) and why_whole(model) is None:
         model.__dict__["_ottava_class"] = type(model)
         model.__dict__["_ottava_settings"] = ("logits_in_eval",)
