@@ -5,10 +5,12 @@
 | pytorch/ao#564, #643; unsloth-zoo#351 | test_whole_models_in_inference_mode; test_linear |
 | pytorch/ao#563, float8_experimental#237, #321 | test_compiled_steps_equal_eager_ones |
 | pytorch/ao#1132, #1344 | test_back_to_a_normal_model_after_training |
+| pytorch/ao#463, #736, #744; pytorch#186444 | test_a_rate_that_changes_under_compile |
 | LlamaFactory#9500, trl#3860 | test_fp8_asked_for_and_not_run |
 """
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import ottava
 from ottava.config import ConfigError
 from ottava.layers.linear import Linear
+from ottava.optim.adamw import AdamW
 from ottava.train.resume import amax_state
 
 # ---- evaluation, compile, and back ----
@@ -101,6 +104,34 @@ def test_a_decoder_layer_compiles():
     torch.testing.assert_close(loss, want)
     for p, grad in zip(model.parameters(), grads, strict=True):
         assert (p.grad - grad).norm() <= 0.1 * grad.norm()
+
+
+def test_a_rate_that_changes_under_compile():
+    """pytorch/ao#463: the rate was compiled in, or every step compiled anew; pytorch#186444: a rate
+    of 0 and a second moment of 0 gave NaN."""
+    results, compiled = [], []
+
+    def backend(graph, _):
+        compiled.append(graph)
+        return graph.forward
+
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(torch.randn(64, 128))
+        idle = torch.nn.Parameter(torch.randn(64, 128))
+        optimizer = AdamW([weight, idle], weight_decay=0.0, states="8bit")
+        step = torch.compile(optimizer.step, backend=backend) if compiles else optimizer.step
+        at = [weight.detach().clone()]
+        for rate in (0.1, 0.01, 0.0):
+            optimizer.param_groups[0]["lr"] = rate
+            weight.grad, idle.grad = torch.ones_like(weight), torch.zeros_like(idle)
+            step()
+            at.append(weight.detach().clone())
+        moved = [(b - a).abs().mean() for a, b in pairwise(at)]
+        assert 9 < moved[0] / moved[1] < 11 and moved[2] == 0 and idle.isfinite().all()
+        results.append(at[-1])
+    assert torch.equal(*results) and len(compiled) <= 1
 
 
 def test_delayed_scales_compile_once_they_are_known():

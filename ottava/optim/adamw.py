@@ -113,6 +113,8 @@ class AdamW(torch.optim.Optimizer):
             if p.requires_grad:
                 _prepare(p, group["master"])
 
+    # Not traced by torch.compile: it would compile the host's step count in, anew every step.
+    @torch.compiler.disable
     @torch.no_grad()
     def step(
         self,
