@@ -258,6 +258,8 @@ def test_a_contest_takes_medians_and_goes_on_where_it_was(tmp_path, monkeypatch,
         ran.append(variant.name)
         crash = {"name": variant.name, "status": "failed", "reason": "boom"}
         good = piece(variant.name, 100.0 + len(ran), notes=["wrong version"])
+        if look and variant.name == "amp":
+            good["planned_bytes"] = 3 * good["peak_bytes"] // 4
         path.write_text(json.dumps(crash if variant.name == "bf16" else good))
 
     monkeypatch.setattr(contest_module, "_run_child", run_child)
@@ -271,6 +273,7 @@ def test_a_contest_takes_medians_and_goes_on_where_it_was(tmp_path, monkeypatch,
     assert rows["amp"]["tok_per_s"] == 102.5 and rows["amp"]["gap"] == 0.0
     assert rows["amp"]["step_ms"] == 2.0 and rows["bf16"]["reason"] == "boom"
     text = text_of(result)
+    assert "planner off by: amp -25.0%" in text.splitlines()
     assert "of floor" in text and "bf16: failed: boom" in text and "wrong version" in text
     assert (tmp_path / "report.html").is_file()
     contest_module.contest(*arguments, repeats=2, out=tmp_path)

@@ -52,7 +52,7 @@ def comparison_table(result: Mapping[str, Any]) -> Group:
         f"peak memory in {unit} ({_KIND[result['memory_source']]}); "
         f"gap to {result['baseline']} in nats per token"
     )
-    return Group(head, table, *lines, *_orders(rows))
+    return Group(head, table, *lines, *_planned(rows), *_orders(rows))
 
 
 def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
@@ -63,6 +63,16 @@ def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     for row in rows:
         table.add_row(*(Text(cell) for cell in row))
     return table
+
+
+def _planned(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """How far the planner was off, where it was asked."""
+    off = {
+        r["name"]: r["planned_bytes"] / r["peak_bytes"] - 1 for r in rows if "planned_bytes" in r
+    }
+    if not off:
+        return []
+    return ["planner off by: " + ", ".join(f"{name} {share:+.1%}" for name, share in off.items())]
 
 
 def _orders(rows: Sequence[Mapping[str, Any]]) -> list[str]:
