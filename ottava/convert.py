@@ -29,7 +29,7 @@ from .layers.linear import Linear, run_together
 from .layers.mixed import mixed_class
 from .layers.mlp import GatedMLP
 from .layers.norm import LayerNorm, RMSNorm
-from .layers.weights import mark, unmark, weight_values
+from .layers.weights import mark, set_on, unmark, weight_values
 from .numerics.policy import Plan, Policy, Row, get_policy
 from .numerics.preset import RECOMPUTES
 from .numerics.recipe import Recipe, get_recipe
@@ -127,12 +127,11 @@ def convert(
             )
     _warn_of_earlier(plan)
     for number, row in enumerate(plan.rows):
-        _apply(modules, row, plan, number, activations)
+        _apply(modules[row.name], row, plan, number, activations)
     link_blocks(modules)
     adapt_experts(modules)
     for row in plan.rows:
-        if row.kind == "attention":
-            _join_projections(modules, row.name)
+        _connect(row, modules)
     model._ottava_plan = plan
     return model
 
@@ -151,8 +150,7 @@ def _warn_of_earlier(plan: Plan) -> None:
         )
 
 
-def _apply(modules: dict[str, nn.Module], row: Row, plan: Plan, number: int, activations) -> None:
-    module = modules[row.name]
+def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) -> None:
     if row.plain:
         return _tag_parameters(module, row, number)
     if row.kind == "causal_lm":
@@ -160,7 +158,7 @@ def _apply(modules: dict[str, nn.Module], row: Row, plan: Plan, number: int, act
     if row.kind == "block":
         return _swap_block(module)
     if row.kind == "attention" and original_class(module).__module__.startswith("transformers."):
-        return attention_layer.convert_hf(module, row.recipe, _reader(row, plan, modules))
+        return attention_layer.convert_hf(module, row.recipe)
     target = _CLASSES.get(row.kind)
     if target is None or (row.recipe is None and row.kind in ("mlp", "attention", "experts")):
         return _tag_parameters(module, row, number)
@@ -169,19 +167,10 @@ def _apply(modules: dict[str, nn.Module], row: Row, plan: Plan, number: int, act
     settings: dict = {"recipe": row.recipe}
     if row.kind in ("mlp", "experts"):
         settings["recompute"] = plan.recompute == "mlp"
-    elif row.kind == "attention":
-        settings["reader"] = _reader(row, plan, modules)
     elif row.kind == "embedding":
         settings = {"compute_dtype": activations}
     _swap(module, target, settings)
     return _tag_parameters(module, row, number)
-
-
-def _reader(row: Row, plan: Plan, modules: dict[str, nn.Module]) -> nn.Module | None:
-    """The linear of ours that reads an attention's output (o_proj beside the core), or None."""
-    parent = row.name if row.name.endswith("attn") else row.name.rpartition(".")[0]
-    readers = [r for r in plan.rows if r.name.removesuffix(".base_layer") == f"{parent}.o_proj"]
-    return modules[readers[0].name] if readers and readers[0].recipe else None
 
 
 def _swap(module: nn.Module, target: type, settings: dict) -> None:
@@ -191,10 +180,17 @@ def _swap(module: nn.Module, target: type, settings: dict) -> None:
         own = cls.__module__.startswith("torch.nn.") or not issubclass(cls, plain)
         # A user's subclass of nn.Linear keeps its attributes and methods beside our forward.
         module.__class__ = target if own else mixed_class(target, cls)
-    for name, value in settings.items():
-        module.__dict__[name] = value
-    known = module.__dict__.get("_ottava_settings", ())
-    module.__dict__["_ottava_settings"] = tuple({*known, *settings})
+    set_on(module, **settings)
+
+
+def _connect(row: Row, modules: dict[str, nn.Module]) -> None:
+    """Tell what makes a tensor which linear of ours reads it, and q, k and v of each other."""
+    module, reader = modules[row.name], modules.get(row.reader)
+    if row.kind in ("norm", "layernorm", "attention") and "recipe" in module.__dict__:
+        ours = isinstance(reader, Linear) and reader.recipe is not None
+        set_on(module, reader=reader if ours else None)
+    if row.kind == "attention" and row.parts:
+        run_together(*(modules[name] for name in row.parts))
 
 
 def _swap_causal_lm(model: nn.Module) -> None:
@@ -205,14 +201,6 @@ def _swap_causal_lm(model: nn.Module) -> None:
         model.__dict__["_ottava_class"] = type(model)
         model.__dict__["_ottava_settings"] = ("logits_in_eval",)
         chunk_head(model)
-
-
-def _join_projections(modules: dict[str, nn.Module], name: str) -> None:
-    """q, k and v of an attention module, or of the one around a core, read the same tensor."""
-    for holder in (modules[name], modules[name.rpartition(".")[0]]):
-        three = [getattr(holder, f"{n}_proj", None) for n in "qkv"]
-        if all(isinstance(m, nn.Linear) for m in three):
-            return run_together(*three)
 
 
 def _swap_block(module: nn.Module) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .kernels.frozen import FrozenParameter
-from .numerics.policy import Plan, Policy, Row
+from .numerics.policy import Plan, Policy, Row, linked
 from .numerics.recipe import BLOCK128, Recipe
 
 # Norm classes whose forward is exactly x / rms(x) * weight (no 1 + weight, no second output).
@@ -131,7 +131,7 @@ def resolve(
     rows = _first_last(rows, policy)
     if head is not None and callable(getattr(model, "get_decoder", None)):
         rows.append(Row(name="", kind="causal_lm", shape=(), recipe=None, reason="head in chunks"))
-    rows = _second_pass(rows, modules)
+    rows = _second_pass(linked(rows), modules)
     plan = Plan(rows=tuple(rows), policy=policy.name, emulated=emulated, recompute=recompute)
     if policy.recipe.any_fp8 and plan.num_fp8 == 0:
         raise ValueError(_nothing_eligible(rows))
@@ -239,7 +239,7 @@ def _first_last(rows: list[Row], policy: Policy) -> list[Row]:
     ]
 
 
-def _second_pass(rows: list[Row], modules: dict[str, nn.Module]) -> list[Row]:
+def _second_pass(rows: Iterable[Row], modules: dict[str, nn.Module]) -> list[Row]:
     """Kinds that depend on other rows: norms carry codes where a linear reads them, a gated MLP
     fuses where its three linears agree, attention keeps 8 bits where its linears do."""
     planned = {r.name: r for r in rows}
@@ -254,14 +254,15 @@ def _dependent(row: Row, modules: dict[str, nn.Module], planned: dict[str, Row])
     if row.kind in ("norm", "layernorm"):
         width = row.shape[0] if row.shape else 0
         readers = [r for r in near if r.kind in ("linear", "experts") and r.shape[-1] == width]
+        if row.reader:  # known, and not only by its width
+            readers = [planned[row.reader]] if planned[row.reader].recipe else []
         if readers and readers[0].recipe.keeps_codes:
             kept = "output codes, shared with the linears that read it"
             return replace(row, recipe=readers[0].recipe, kept=kept)
         return replace(row, reason="no 8-bit linear reads it", kept="output, high precision")
     if row.kind == "mlp":
-        three = [planned.get(f"{row.name}.{n}".lstrip(".")) for n in _MLP]
-        recipes = {r.recipe for r in three if r is not None}
-        biased = any(modules[r.name].bias is not None for r in three if r is not None)
+        recipes = {planned[name].recipe for name in row.parts}
+        biased = any(modules[name].bias is not None for name in row.parts)
         if len(recipes) == 1 and None not in recipes and not biased:
             kept = "input codes, gate and up in int8 (groups of 128)"
             return replace(row, recipe=recipes.pop(), kept=kept)
@@ -276,7 +277,6 @@ def _dependent(row: Row, modules: dict[str, nn.Module], planned: dict[str, Row])
     return row
 
 
-_MLP = ("gate_proj", "up_proj", "down_proj")
 _BASE = "base_layer"  # what PEFT calls the layer that an adapter wraps
 
 

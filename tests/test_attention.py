@@ -622,7 +622,7 @@ def hf_model(kind="llama", **changes):
 
 def convert_attention(model, recipe="tensor"):
     for block in model.model.layers:
-        layer.convert_hf(block.self_attn, get_recipe(recipe), None)
+        layer.convert_hf(block.self_attn, get_recipe(recipe))
     return model
 
 

@@ -27,7 +27,7 @@ from .autocast import HIGH, recipe_in_force
 from .how import How as Reader
 from .how import carry_flat, flat
 from .saved import cast_input, note_amax, save, saved
-from .weights import compute_dtype, grad_dtype_of, weight_values
+from .weights import compute_dtype, grad_dtype_of, set_on, weight_values
 
 _log = logging.getLogger("ottava")
 _HEAD_ROW = Cast(granularity="row")  # e4m3, one scale per row of head dim
@@ -297,15 +297,15 @@ def register_hf_attention() -> str:
     return _NAME
 
 
-def convert_hf(module: nn.Module, recipe: Recipe | None, reader: nn.Module | None) -> None:
+def convert_hf(module: nn.Module, recipe: Recipe | None) -> None:
     """Let one transformers attention module call `hf_attention` and keep 8-bit codes under
-    `recipe`; `reader` as in `Attention`. The implementation is chosen by the config it shares with
-    its model; the one before is remembered for `revert_hf`. Does nothing without a recipe."""
+    `recipe`; its setting `reader` is as in `Attention`. The implementation is chosen by the config
+    it shares with its model; the one before is remembered for `revert_hf`. Does nothing without a
+    recipe."""
     if recipe is None:
         return
     name = register_hf_attention()
-    settings = {"recipe": recipe, "reader": reader}
-    module.__dict__.update(settings, _ottava_settings=tuple(settings))
+    set_on(module, recipe=recipe)
     before = module.config._attn_implementation
     if before != name:
         module.__dict__["_ottava_attention_before"] = before

@@ -13,6 +13,7 @@ from ..numerics.recipe import Recipe
 from .linear import Linear
 from .mlp import GatedMLP
 from .norm import LayerNorm, RMSNorm
+from .weights import set_on
 
 _NORMS = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
@@ -37,6 +38,7 @@ class LayerNormLinear(nn.Module):
         where = {"device": device, "dtype": dtype}
         self.norm = _norm(normalization, in_features, eps, recipe, **where)
         self.linear = Linear(in_features, out_features, bias, recipe=recipe, **where)
+        set_on(self.norm, reader=self.linear)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(self.norm(x))
@@ -63,6 +65,7 @@ class LayerNormMLP(nn.Module):
             self.mlp = _Gelu(hidden_size, ffn_hidden_size, bias, recipe, where)
         else:
             raise ValueError(f"activation: {activation!r} is not one of gelu, swiglu")
+        set_on(self.norm, reader=self.mlp.gate_proj if activation == "swiglu" else self.mlp.fc1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.mlp(self.norm(x))

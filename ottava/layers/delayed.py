@@ -42,9 +42,8 @@ class AmaxHistory:
     def of(
         cls, known: AmaxHistory | None, history: int, parameter: torch.Tensor, x: torch.Tensor
     ) -> AmaxHistory:
-        """`known` with length `history` on x's device, or a new one; committed whenever an
-        optimizer that holds `parameter` has really stepped. The parameter itself need not be here
-        yet (sharded, offloaded): what is cast is x."""
+        """`known` with length `history` on x's device, or a new one, committed with `parameter`,
+        which itself need not be here yet (sharded, offloaded): what is cast is x."""
         out = cls(history, x.device) if known is None else known
         if out.amax.shape[1] != history:
             out = out.resized(history)
@@ -54,10 +53,16 @@ class AmaxHistory:
             for name in ("amax", "pending", "top"):
                 setattr(out, name, getattr(out, name).to(x.device))
             out._top_version = None
-        # of a weight gathered from shards, the shard is what the optimizer holds
-        owner = getattr(parameter, "_ottava_shard", parameter)
-        _histories.setdefault(owner, weakref.WeakSet()).add(out)
+        out.commit_with(parameter)
         return out
+
+    def commit_with(self, parameter: torch.Tensor | None) -> None:
+        """Have this history committed whenever an optimizer that holds `parameter` has really
+        stepped. Without one nothing commits it, and every scale is the tensor's own."""
+        if parameter is not None:
+            # of a weight gathered from shards, the shard is what the optimizer holds
+            owner = getattr(parameter, "_ottava_shard", parameter)
+            _histories.setdefault(owner, weakref.WeakSet()).add(self)
 
     def known(self, operand: int, cast: Cast, x: torch.Tensor, record: bool) -> dict:
         """Arguments for the cast of x: the amax that scales it, and with `record` where its own

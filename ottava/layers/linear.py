@@ -29,7 +29,15 @@ from .delayed import AmaxHistory
 from .how import How, flat, joined_grad_codes, joins
 from .saved import carried_by, codes_of, noted_amax, save, saved
 from .waiting import leave, may_wait, take, whole
-from .weights import Stored, compute_dtype, grad_dtype_of, traceable, untraced, weight_rows
+from .weights import (
+    Stored,
+    compute_dtype,
+    grad_dtype_of,
+    set_on,
+    traceable,
+    untraced,
+    weight_rows,
+)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -218,9 +226,7 @@ def run_together(*linears: nn.Module | None) -> None:
     are ours and have one recipe; the first call runs them all."""
     ours = all(isinstance(m, Linear) and m.recipe is not None for m in linears)
     if ours and len({m.recipe for m in linears}) == 1:
-        settings = linears[0].__dict__
-        settings["together"] = linears
-        settings["_ottava_settings"] = tuple({*settings.get("_ottava_settings", ()), "together"})
+        set_on(linears[0], together=linears)
 
 
 def _plain(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

@@ -86,14 +86,29 @@ class NormFunction(torch.autograd.Function):
 
 
 class _Norm(Stored):
-    """What both norms share: their forward, and how a split master is saved."""
+    """What both norms share: their forward, and how a split master is saved. `reader`: the first
+    linear of ours that reads the output (not a submodule), where that is known."""
 
     recipe: Recipe | None = None
+    reader: nn.Module | None = None
     _history: AmaxHistory | None = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         waiting = take(x, self, recipe_in_force(self.recipe))
         return _run(self, x)[0] if waiting is None else waiting
+
+    def how(self, recipe: Recipe, x: torch.Tensor) -> How:
+        """How the output is cast, x being of its device and dtype: as its reader would, or where
+        that is not known as a linear of its own would."""
+        if self.reader is not None:
+            how = self.reader.how(recipe, x)
+            if how.history is not None:  # the reader's weight may be frozen, and this one not
+                how.history.commit_with(self.weight)
+            return how
+        if recipe.delayed:
+            self._history = AmaxHistory.of(self._history, recipe.history, self.weight, x)
+        history = self._history if recipe.delayed else None
+        return How(recipe, x.dtype, history, record=self.training and not runs_again())
 
 
 class RMSNorm(_Norm, nn.RMSNorm):
@@ -136,9 +151,7 @@ def _run(norm: RMSNorm | LayerNorm, x, residual=None, *, passes: bool = False):
     weight, bias = norm.weight, None if is_rms else norm.bias
     recipe, how = recipe_in_force(norm.recipe), None
     if recipe.keeps_codes and torch.is_grad_enabled():
-        if recipe.delayed:
-            norm._history = AmaxHistory.of(norm._history, recipe.history, weight, x)
-        how = How(recipe, x.dtype, norm._history, record=norm.training and not runs_again())
+        how = norm.how(recipe, x)
     x_MH = x.reshape(-1, x.shape[-1])
     residual_MH = None if residual is None else residual.reshape(x_MH.shape)
     y, h, *codes = NormFunction.apply(x_MH, residual_MH, weight, bias, eps, how, is_rms, passes)

@@ -120,6 +120,14 @@ class Stored:
         _mark(self)
 
 
+def set_on(module: nn.Module, **settings: object) -> None:
+    """Set a converted module's settings, which `revert` takes away again. A module among them does
+    not become a submodule."""
+    module.__dict__.update(settings)
+    known = module.__dict__.get("_ottava_settings", ())
+    module.__dict__["_ottava_settings"] = tuple({*known, *settings})
+
+
 def mark(module: nn.Module, marks: dict[str, dict[str, object]]) -> None:
     """Set attributes of a module's own parameters, by name: what the optimizer is to know."""
     module.__dict__["_ottava_marks"] = marks

@@ -29,7 +29,6 @@ from .operands import FIELDS, operand_numbers, sample_of, scale_in_force, weight
 
 SAMPLE = 256  # tokens that the inside of a fused MLP and the output's error are looked at on
 _VALUES = 4096  # elements of a weight whose change is followed
-_MLP = ("gate_proj", "up_proj", "down_proj")
 
 
 class Observer:
@@ -222,43 +221,40 @@ def _look_at_linear(seen: Observation, row: Row, module: nn.Module) -> list:
 
 def _look_at_mlp(seen: Observation, row: Row, module: nn.Module) -> list:
     """The same for the three linears of a gated MLP that runs as one function."""
-    names = {n: f"{row.name}.{n}".lstrip(".") for n in _MLP}
+    three = [seen.observer.model.get_submodule(name) for name in row.parts]
 
     def after(module, args, y):
-        three = {n: getattr(module, n) for n in _MLP}
-        recipes = {n: m.recipe for n, m in three.items()}
-        if (names["gate_proj"], "input") in seen._passed or None in recipes.values():
+        recipes = [m.recipe for m in three]
+        if (row.parts[0], "input") in seen._passed or None in recipes:
             return  # its linears were called one by one
         x = args[0].detach()
-        for n in ("gate_proj", "up_proj"):
-            cast = recipes[n].input
-            seen._operand(names[n], "input", x, cast, scale_in_force(three[n]._history, 0, cast))
+        for name, m in list(zip(row.parts, three, strict=True))[:2]:
+            cast = m.recipe.input
+            seen._operand(name, "input", x, cast, scale_in_force(m._history, 0, cast))
+        *pair, down = three
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             x_s = _tokens(x)
-            gate, up = (_linear(x_s, three[n].weight) for n in ("gate_proj", "up_proj"))
+            gate, up = (_linear(x_s, m.weight) for m in pair)
             inner = F.silu(gate) * up
-        cast = recipes["down_proj"].input
-        scale = scale_in_force(three["down_proj"]._history, 0, cast)
-        seen._operand(names["down_proj"], "input", inner, cast, scale)
-        if recipes["down_proj"].output.fp8:
-            seen._output_error(
-                row.name, y.detach(), lambda: _linear(inner, three["down_proj"].weight)
-            )
-        if y.requires_grad and recipes["down_proj"].any_fp8:
-            y.register_hook(lambda g: backward(g.detach(), three, gate, up))
+        cast = down.recipe.input
+        scale = scale_in_force(down._history, 0, cast)
+        seen._operand(row.parts[2], "input", inner, cast, scale)
+        if down.recipe.output.fp8:
+            seen._output_error(row.name, y.detach(), lambda: _linear(inner, down.weight))
+        if y.requires_grad and down.recipe.any_fp8:
+            y.register_hook(lambda g: backward(g.detach(), gate, up))
 
-    def backward(g, three, gate, up):
+    def backward(g, gate, up):
         with torch.autocast(g.device.type, enabled=False):
             gate, up = (t.requires_grad_() for t in (gate, up))
-            grad_h = _tokens(g) @ _values_of(three["down_proj"].weight)
+            grad_h = _tokens(g) @ _values_of(three[2].weight)
             with torch.enable_grad():
                 inner = F.silu(gate) * up
             inner_grads = torch.autograd.grad(inner, (gate, up), grad_h)
-        grads = dict(zip(_MLP, (*inner_grads, g), strict=True))
-        for n, grad in grads.items():
-            cast = three[n].recipe.grad_output
-            scale = scale_in_force(three[n]._history, 2, cast)
-            seen._operand(names[n], "grad_output", grad, cast, scale)
+        for name, m, grad in zip(row.parts, three, (*inner_grads, g), strict=True):
+            cast = m.recipe.grad_output
+            scale = scale_in_force(m._history, 2, cast)
+            seen._operand(name, "grad_output", grad, cast, scale)
 
     return [module.register_forward_hook(after)]
 

@@ -8,6 +8,7 @@ Nothing here allocates or changes a module, so it works on meta tensors.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from .recipe import Recipe, get_recipe, recipe_from_dict, recipe_to_dict
@@ -53,7 +54,7 @@ class Row:
     """One module of the plan. `recipe` is None where it stays in high precision; then `reason`
     says why. `kept` names what the module keeps for backward. `params` counts its own parameters;
     `flops` is multiply-adds x 2 of its forward GEMMs per token. `plain`: conversion leaves it its
-    class. `earlier`: an earlier conversion gave it its recipe."""
+    class. `earlier`: an earlier conversion gave it its recipe. `reader`, `parts`: see `linked`."""
 
     name: str
     kind: str
@@ -65,11 +66,62 @@ class Row:
     flops: int = 0
     plain: bool = False
     earlier: bool = False
+    reader: str = ""
+    parts: tuple[str, ...] = ()
 
     @property
     def label(self) -> str:
         """Why it stays in high precision, or what it keeps."""
         return self.reason or self.kept + ("; converted before" if self.earlier else "")
+
+
+def linked(rows: Iterable[Row]) -> tuple[Row, ...]:
+    """`rows` with who reads whom, by name; the one place that says so.
+
+    `reader`: the row that reads what this one makes (of several that read the same tensor, the first
+    in 8 bits), which decides how it is cast: of an attention o_proj, of a known decoder layer's norms
+    q_proj and gate_proj. `parts`: the linears inside a row that may run as one, in order: of a gated
+    MLP gate, up and down, of an attention q, k and v.
+    """
+    rows = tuple(rows)
+    known = {r.name: r for r in rows}
+    return tuple(replace(r, reader=_reader(r, known), parts=_parts(r, known)) for r in rows)
+
+
+_BASE = ".base_layer"  # what PEFT calls the layer that an adapter wraps
+_PARTS = {
+    "mlp": ("gate_proj", "up_proj", "down_proj"),
+    "attention": ("q_proj", "k_proj", "v_proj"),
+}
+_NORM_READERS = {  # in a decoder layer of a known class
+    "input_layernorm": [f"self_attn.{n}" for n in ("qkv_proj", *_PARTS["attention"])],
+    "post_attention_layernorm": ["mlp.gate_proj", "mlp.up_proj", "mlp.experts"],
+}
+
+
+def _inside(row: Row, known: dict[str, Row]) -> str:
+    """Prefix of the names of a row's linears. Those of an attention core lie beside it."""
+    own = f"{row.name}." if row.name else ""
+    if row.kind != "attention" or any(f"{own}o_proj{end}" in known for end in ("", _BASE)):
+        return own
+    parent, dot, _ = row.name.rpartition(".")
+    return parent + dot
+
+
+def _reader(row: Row, known: dict[str, Row]) -> str:
+    parent, dot, last = row.name.rpartition(".")
+    names = []
+    if row.kind == "attention":
+        names = [_inside(row, known) + "o_proj"]
+    elif row.kind in ("norm", "layernorm") and parent in known and known[parent].kind == "block":
+        names = [parent + dot + n for n in _NORM_READERS.get(last, ())]
+    found = [known[n + end] for n in names for end in ("", _BASE) if n + end in known]
+    return next((r.name for r in found if r.recipe), found[0].name if found else "")
+
+
+def _parts(row: Row, known: dict[str, Row]) -> tuple[str, ...]:
+    names = tuple(_inside(row, known) + n for n in _PARTS.get(row.kind, ()))
+    return names if all(n in known for n in names) else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,7 +181,7 @@ class Plan:
         """Plain data (JSON); `Plan.from_dict` reads it back equal."""
         rows = []
         for r in self.rows:
-            row = {**vars(r), "shape": list(r.shape)}
+            row = {**vars(r), "shape": list(r.shape), "parts": list(r.parts)}
             row["recipe"] = recipe_to_dict(r.recipe) if r.recipe else None
             rows.append(row)
         head = {k: getattr(self, k) for k in ("policy", "emulated", "recompute")}
@@ -137,17 +189,20 @@ class Plan:
 
     @classmethod
     def from_dict(cls, data: dict) -> Plan:
-        """The plan stored by `to_dict`."""
+        """The plan stored by `to_dict`. One from before rows named their readers gets them here."""
         rows = tuple(
             Row(
                 **{
                     **r,
                     "shape": tuple(r["shape"]),
                     "recipe": recipe_from_dict(r["recipe"]) if r["recipe"] else None,
+                    "parts": tuple(r.get("parts", ())),
                 }
             )
             for r in data["rows"]
         )
+        if any("reader" not in r for r in data["rows"]):
+            rows = linked(rows)
         return cls(rows=rows, **{k: data[k] for k in ("policy", "emulated", "recompute")})
 
     def difference(self, other: Plan) -> str | None:

@@ -180,10 +180,9 @@ class Precision:
         """`rows` and those that run as one with them: a gated MLP and its three linears."""
         high = set(rows)
         for row in self.plan.rows:
-            linears = {f"{row.name}.{n}" for n in ("gate_proj", "up_proj", "down_proj")}
             if row.kind == "mlp" and row.name in rows:
-                high |= linears
-            elif row.kind == "mlp" and linears & rows:
+                high.update(row.parts)
+            elif row.kind == "mlp" and rows.intersection(row.parts):
                 high.add(row.name)
         return high
 
