@@ -21,7 +21,10 @@ OPTIONAL = {
     "deepspeed": ("several GPUs with ZeRO", "pip install 'ottava[deepspeed]'"),
     "datasets": ("Hugging Face data sets", "pip install 'ottava[data]'"),
     "pyarrow": (".parquet files", "pip install 'ottava[data]'"),
-    "tensorboard": ("log.tensorboard=true", "pip install 'ottava[track]'"),
+    "tensorboard": ("log.trackers=tensorboard", "pip install 'ottava[track]'"),
+    "trackio": ("log.trackers=trackio", "pip install 'ottava[track]'"),
+    "wandb": ("log.trackers=wandb", "pip install 'ottava[track]'"),
+    "lm-eval": ("tasks of ottava eval", "pip install 'ottava[eval]'"),
 }
 
 

@@ -51,10 +51,11 @@ def check_values(section: Any, prefix: str = "") -> None:
             check_values(value, f"{name}.")
             continue
         choices = f.metadata["choices"]
-        if choices and value not in choices:
-            raise ConfigError(
-                f"{name}: {value!r} is not one of {', '.join(choices)}{nearest(value, choices)}"
-            )
+        for one in value if isinstance(value, tuple) else (value,):
+            if choices and one not in choices:
+                raise ConfigError(
+                    f"{name}: {one!r} is not one of {', '.join(choices)}{nearest(one, choices)}"
+                )
         for number in value if isinstance(value, tuple) else (value,):
             if isinstance(number, int | float) and not isinstance(number, bool):
                 _check_range(name, number, **f.metadata["limits"])

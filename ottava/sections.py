@@ -13,6 +13,8 @@ from .numerics.preset import MASTERS, PRESETS, RECOMPUTES, STATES
 from .numerics.recipe import RECIPES
 from .schema import key
 
+TRACKERS = ("tensorboard", "trackio", "wandb")  # monitor/trackers.py opens them
+
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
@@ -173,7 +175,9 @@ class Log:
     """[log]: what is written while training."""
 
     every: int = key(1, "Write a line of run.jsonl every so many steps.", low=1)
-    tensorboard: bool = key(False, "Also write TensorBoard events.")
+    trackers: tuple[str, ...] = key((), "Where steps and evaluations go besides run.jsonl.",
+                                    choices=TRACKERS)  # fmt: skip
+    project: str = key("ottava", "The project of trackio and wandb.")
 
 
 @dataclass(frozen=True, kw_only=True)

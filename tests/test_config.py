@@ -54,7 +54,7 @@ def test_overrides_take_the_type_of_their_key(file):
             "model.overrides.tie=true",
             "precision.keep=*gate,*head",
             "optimizer.betas=0.8,0.9",
-            "log.tensorboard=true",
+            "log.trackers=tensorboard,wandb",
             "name=other",
         ],
     )
@@ -62,7 +62,7 @@ def test_overrides_take_the_type_of_their_key(file):
     assert run.model.overrides == {"num_hidden_layers": 2, "vocab_size": 300, "tie": True}
     assert run.precision.keep == ("*gate", "*head")
     assert run.optimizer.betas == (0.8, 0.9)
-    assert run.log.tensorboard is True
+    assert run.log.trackers == ("tensorboard", "wandb")
     assert run.out == "out/other"
 
 
@@ -86,7 +86,8 @@ def test_a_run_reads_back_equal_from_plain_data(file):
         ("train.steps=1.5", "train.steps: 1.5 must be a whole number"),
         ("train.steps=true", "train.steps: True must be a whole number"),
         ("train.steps=many", "train.steps: 'many' must be a whole number"),
-        ("log.tensorboard=1", "log.tensorboard: 1 must be true or false"),
+        ("log.trackers=wandbb", "log.trackers: 'wandbb' is not one of tensorboard, trackio, wandb (did"),
+        ("data.pack=1", "data.pack: 1 must be true or false"),
         ("optimizer.lr=fast", "optimizer.lr: 'fast' must be a number"),
         ("optimizer.betas=[0.9]", "must be a list of 2 numbers"),
         ("precision.keep=[1]", "precision.keep: 1 must be text"),

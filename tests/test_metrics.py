@@ -1,6 +1,5 @@
 """run.jsonl: one whole line at a time, read back whatever happened to the rest."""
 
-import builtins
 import json
 import math
 
@@ -76,29 +75,6 @@ def test_a_resumed_run_drops_what_came_after_and_what_is_broken(tmp_path):
     assert path.read_bytes() == whole
     MetricsWriter(tmp_path).close()  # a run that starts from nothing
     assert path.read_bytes() == b""
-
-
-def test_tensorboard_gets_the_numbers(tmp_path):
-    pytest.importorskip("tensorboard")
-    write(tmp_path, tensorboard=True).close()
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
-    events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("step/loss")][:2] == [(1, 1.0), (2, 0.5)]
-
-
-def test_tensorboard_asked_for_and_not_there_is_said(tmp_path, monkeypatch):
-    real = builtins.__import__
-
-    def missing(name, *args):
-        if name == "torch.utils.tensorboard":
-            raise ImportError
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", missing)
-    with pytest.raises(ImportError, match=r"log\.tensorboard: .*pip install tensorboard"):
-        MetricsWriter(tmp_path, tensorboard=True)
 
 
 LINE = {

@@ -39,9 +39,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .trackers import Tracker
 
 VERSION = 1
 FILE = "run.jsonl"
@@ -52,31 +56,36 @@ _TEXT = (
 
 
 class MetricsWriter:
-    """Appends lines to `<folder>/run.jsonl`, and scalars to TensorBoard when asked.
+    """Appends lines to `<folder>/run.jsonl`; the numbers of steps and evaluations go to `trackers` too.
 
     `after_step`: drop what is in the file beyond this step (a resumed run); None starts the file
-    anew. Raises ImportError naming the package when TensorBoard is asked for and not installed.
+    anew. A tracker that fails is dropped and the run goes on: an event line says so.
     """
 
     def __init__(
-        self, folder: str | Path, *, after_step: int | None = None, tensorboard: bool = False
+        self,
+        folder: str | Path,
+        *,
+        after_step: int | None = None,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.path = Path(folder) / FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [] if after_step is None else _lines_until(self.path, after_step)
         _replace(self.path, kept)
         self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115 (lives with the run)
-        self._board = _tensorboard(self.path.parent, after_step) if tensorboard else None
+        self._trackers = list(trackers)
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         """Append one line and flush it."""
         line = {"kind": kind, "step": step, **values}
         self._file.write(json.dumps(_plain(line), allow_nan=False) + "\n")
         self._file.flush()
-        if self._board is not None and kind in ("step", "eval"):
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+        if self._trackers and kind in ("step", "eval"):
+            numbers = {f"{kind}/{name}": float(value) for name, value in values.items()
+                       if isinstance(value, int | float)}  # fmt: skip
+            for tracker in tuple(self._trackers):
+                self._told(tracker, step, lambda t: t.log(numbers, step))
 
     def sync(self) -> None:
         """Have every line on the disk, before a checkpoint that counts on it."""
@@ -85,9 +94,20 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flush and close; writing afterwards is an error."""
+        for tracker in tuple(self._trackers):
+            self._told(tracker, 0, lambda t: t.close())
+        self._trackers = []
         self._file.close()
-        if self._board is not None:
-            self._board.close()
+
+    def _told(self, tracker: Tracker, step: int, what: Callable[[Tracker], None]) -> None:
+        try:
+            what(tracker)
+        except Exception as error:  # each library has its own kinds, and none is worth a run
+            self._trackers.remove(tracker)
+            why = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            text = f"{tracker.name} failed and gets nothing more: {why}"
+            print(f"ottava: {text}", file=sys.stderr)
+            self.write("event", step, text=text)
 
 
 @dataclass
@@ -187,15 +207,3 @@ def _replace(path: Path, rows: list[bytes]) -> None:
         f.flush()
         os.fsync(f.fileno())
     os.replace(partial, path)
-
-
-def _tensorboard(folder: Path, after_step: int | None) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as e:
-        raise ImportError(
-            "log.tensorboard: TensorBoard is not installed; `pip install tensorboard`, or set "
-            "log.tensorboard=false"
-        ) from e
-    purge = None if after_step is None else after_step + 1
-    return SummaryWriter(str(folder / "tensorboard"), purge_step=purge)

@@ -21,6 +21,7 @@ from ..monitor.console import RunConsole, changed_options
 from ..monitor.diagnose import diagnose
 from ..monitor.metrics import VERSION, MetricsWriter
 from ..monitor.speed import Speed, flops_per_token, machine_speed
+from ..monitor.trackers import open_trackers
 from ..optim.adamw import local
 from .checkpoint import set_aside_after
 from .heal import Incurable, heal
@@ -89,11 +90,14 @@ class _Loop:
         self.was_eight_bit = trainer.plan is not None and trainer.in_eight_bits
         self.graph_note = trainer.graph_note
         resumed = trainer.origin.checkpoint is not None
-        self.metrics = MetricsWriter(
-            strategy.folder(config.out),
-            after_step=trainer.step if resumed else None,
-            tensorboard=config.log.tensorboard,
-        )
+        after = trainer.step if resumed else None
+        folder = strategy.folder(config.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        trackers = open_trackers(
+            config.log.trackers if strategy.is_main else (), folder, project=config.log.project,
+            run=config.name, config=asdict(config), after_step=after,
+        )  # fmt: skip
+        self.metrics = MetricsWriter(folder, after_step=after, trackers=trackers)
         self.speed = machine_speed(trainer.device.type, trainer.settings.compute)
         self.flops = flops_per_token(trainer.model, config.data.sequence_length)
         if trainer.device.type == "cuda":

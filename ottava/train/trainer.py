@@ -32,6 +32,7 @@ from ..models.mimo import MiMoPreTrainedModel
 from ..models.moe import update_router_bias
 from ..monitor.locate import tracing
 from ..monitor.observe import Observation, Observer
+from ..monitor.trackers import check_installed
 from ..optim.adamw import local
 from ..optim.ema import EMA
 from ..optim.loss_scaler import GradScaler
@@ -73,7 +74,8 @@ class Trainer:
     """
 
     def __init__(self, run: Run, *, device: str | None = None) -> None:
-        self.strategy = strategy_of(run.check())
+        check_installed(run.check().log.trackers)
+        self.strategy = strategy_of(run)
         run = self.config = self.strategy.config  # an engine's own file has a say in it
         self.settings = run.settings
         self.device = self.strategy.device(device or run.device)
