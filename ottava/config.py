@@ -82,7 +82,7 @@ class Run:
 
     @property
     def _needs_all_gradients(self) -> str:
-        if self.distributed.strategy != "single":
+        if self.distributed.strategy not in ("single", "fsdp2"):
             return f"distributed.strategy={self.distributed.strategy}"
         if self.optimizer.clip_norm > 0:
             return f"optimizer.clip_norm={self.optimizer.clip_norm:g}"

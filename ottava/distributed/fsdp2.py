@@ -3,10 +3,13 @@
 PyTorch's `fully_shard`, one group for each decoder layer and one for the rest. A weight is whole only
 while its layer runs, and where the layer computes in FP8 it travels as codes (gather.py). Gradients
 are summed (each rank's loss is divided by the valid tokens of all), in their own dtype. Two ranks
-add in the order of one that accumulates, so the numbers are one rank's.
+add in the order of one that accumulates, so the numbers are one rank's; but rounding to masters and
+moments of few bits draws other random bits on each rank.
 
-Given up as yet: split masters, the step inside backward, and building a model that no rank can hold
-whole.
+Split masters are shared out too (masters.py). Where the step runs inside backward, a shard is
+updated as soon as its gradient is there, and only the gradients of one group exist at a time.
+
+Given up as yet: building a model that no rank can hold whole.
 """
 
 from __future__ import annotations
@@ -24,13 +27,16 @@ from torch.distributed.tensor import DTensor
 
 from .. import prepare
 from ..config import ConfigError
+from ..kernels.split import SplitParameter
 from ..layers.decoder import Block
 from ..layers.weights import grad_dtype_of
 from ..numerics.recipe import Cast
-from ..optim.adamw import AdamW, is_small, local, splits_codes
+from ..optim.adamw import AdamW, is_small, local, prepare_master, splits_codes
 from ..optim.clip import norm_of
+from ..optim.fused_backward import FusedBackward, fuse_backward
 from ..recompute import decoder_layers
-from .gather import CodedWeight, Scales
+from .gather import Coded, Scales
+from .masters import Master, Masters, gathered_master, precise_master
 from .ranks import Ranks, all_max
 from .shards import groups_end_with_shares, shared, shared_state, whole, whole_state
 
@@ -43,18 +49,13 @@ class FSDP2(Ranks):
     name = "fsdp2"
 
     def prepare(self, model: nn.Module) -> AdamW:
-        settings = self.config.settings
-        if settings.master not in ("fp32", "bf16"):
-            raise ConfigError(
-                f"distributed.strategy: fsdp2 keeps no {settings.master} master yet; use "
-                "optimizer.master=bf16 or fp32 (train.preset=fp8 has fp32)"
-            )
         self.part_ways(model)
         self.forward = model
-        self.casts = self._casts(model)
         device = next(model.parameters()).device
-        self.units = _shard(model, init_device_mesh(device.type, (self.world,)))
-        self.scales = self._travel_as_codes(model)
+        masters = self._masters(model)
+        self.casts = self._casts(model)
+        self.units = _shard(model, init_device_mesh(device.type, (self.world,)), masters)
+        self.agreed = self._travel_as_codes(model, masters)
         model.register_forward_hook(_share_again)
         self.optimizer = prepare.make_optimizer(self.config, model)
         for group in self.optimizer.param_groups:
@@ -64,6 +65,19 @@ class FSDP2(Ranks):
         return self.optimizer
 
     # ---- which weights travel as codes ----
+
+    def _masters(self, model: nn.Module) -> dict[Place, Master]:
+        """The split masters of the run's settings, whole as yet; their parameters are carriers."""
+        kind, found = self.config.settings.master, {}
+        if kind not in ("split16", "split24"):
+            return found
+        for place in _places(model):
+            p = place[0]._parameters[place[1]]
+            if p.requires_grad:
+                prepare_master(p, kind)
+            if isinstance(p, SplitParameter):
+                found[place] = Master(p)
+        return found
 
     def _casts(self, model: nn.Module) -> dict[Place, Cast]:
         """Weights whose codes are all that their layer reads, whenever it runs."""
@@ -85,16 +99,26 @@ class FSDP2(Ranks):
                     found[module, own] = cast
         return found
 
-    def _travel_as_codes(self, model: nn.Module) -> Scales | None:
-        if not self.casts:
-            return None
-        weights = [(m._parameters[n], cast) for (m, n), cast in self.casts.items()]
-        scales = Scales(weights, all_max)
-        coded = dict(zip(self.casts, scales.weights, strict=True))
+    def _travel_as_codes(
+        self, model: nn.Module, masters: dict[Place, Master]
+    ) -> Scales | Masters | None:
+        """Have codes gathered; what all ranks agree on about them before each forward."""
+        agreed, coded = None, {}
+        if masters:
+            places = [place for place, master in masters.items() if master.coded]
+            small = [p for p in masters if p not in places and is_small(_at(p))]
+            coded = {place: precise_master(_at(place)) for place in small}
+            if places:
+                agreed = Masters([(_at(p), p not in self.casts) for p in places], all_max)
+        elif self.casts:
+            places = list(self.casts)
+            agreed = Scales([(_at(p), cast) for p, cast in self.casts.items()], all_max)
+        if agreed is not None:
+            coded |= zip(places, agreed.weights, strict=True)
+            model.register_forward_pre_hook(lambda *_: agreed.agree(), prepend=True)
         for unit in self.units:
             unit.coded = coded
-        model.register_forward_pre_hook(lambda *_: scales.agree(), prepend=True)
-        return scales
+        return agreed
 
     def _check_moments(self, model: nn.Module) -> None:
         for name, p in model.named_parameters():
@@ -106,6 +130,15 @@ class FSDP2(Ranks):
                 )
 
     # ---- a step ----
+
+    def fuse(self, model: nn.Module) -> FusedBackward | None:
+        if not self.config.settings.fused:
+            return None
+        handle = fuse_backward(model, self.optimizer, measure=True, ranks=_Reduced)
+        for unit in self.units:
+            # before any of the unit's shards is updated, all ranks know whether one will be
+            unit.module.set_all_reduce_hook(handle.look)
+        return handle
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         with self.connected():
@@ -123,7 +156,13 @@ class FSDP2(Ranks):
 
     # ---- state ----
 
+    def settle(self) -> None:
+        if self.agreed is not None:
+            self.agreed.agree()
+
     def whole(self, t: torch.Tensor) -> torch.Tensor | None:
+        if getattr(t, "local_split", None) is not None:
+            return gathered_master(t, self.is_main)
         return whole(t, keep=self.is_main)
 
     def share(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -151,8 +190,11 @@ class FSDP2(Ranks):
         coded = rest = 0
         for unit in self.units:
             for place, p in zip(unit.places, unit.parameters(), strict=True):
-                coded += p.numel() if place in self.casts else 0
-                rest += 0 if place in self.casts else p.numel() * p.element_size()
+                own = unit.coded.get(place)
+                for sent in [p] if own is None else own.parts():
+                    as_codes = own is not None and sent.element_size() == 1
+                    coded += p.numel() if as_codes else 0
+                    rest += 0 if as_codes else p.numel() * sent.element_size()
         return [
             f"{self.world} ranks, fsdp2 in {len(self.units)} groups: a gather of all weights moves "
             f"{coded / 2**20:,.1f} MiB of FP8 codes and {rest / 2**20:,.1f} MiB in full"
@@ -163,9 +205,15 @@ class Unit:
     """Parameters that are gathered together, when `module` runs. What convert said of each is said
     again of its shard, and of the whole weight once there is one."""
 
-    def __init__(self, module: nn.Module, places: list[Place], mesh: DeviceMesh) -> None:
-        self.places = places
-        self.coded: dict[Place, CodedWeight] = {}
+    def __init__(
+        self,
+        module: nn.Module,
+        places: list[Place],
+        mesh: DeviceMesh,
+        masters: dict[Place, Master],
+    ) -> None:
+        self.module, self.places = module, places
+        self.coded: dict[Place, Coded] = {}
         self._tags = [_tags(m._parameters[n]) for m, n in places]
         self._grad_dtypes = [grad_dtype_of(m._parameters[n]) for m, n in places]
         self._known: torch.Tensor | None = None
@@ -173,8 +221,10 @@ class Unit:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         self._shards = self.parameters()
-        for p, tags in zip(self._shards, self._tags, strict=True):
+        for place, p, tags in zip(places, self._shards, self._tags, strict=True):
             p.__dict__.update(tags)
+            if place in masters:
+                masters[place].share(p, all_max)
         module.register_forward_pre_hook(self._gathered)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -196,6 +246,11 @@ class Unit:
             p._ottava_shard = shard
 
 
+def _at(place: Place) -> torch.Tensor:
+    module, name = place
+    return module._parameters[name]
+
+
 def _share_again(model: nn.Module, *_: Any) -> None:
     """After a forward that no backward follows: no whole weight stays, to be read when it is old."""
     if not torch.is_grad_enabled():
@@ -206,7 +261,17 @@ def _tags(p: torch.Tensor) -> dict[str, Any]:
     return {k: v for k, v in vars(p).items() if k.startswith("_ottava_")}
 
 
-def _shard(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
+class _Reduced:
+    """What a step inside backward asks of the ranks: nothing here waits for a device."""
+
+    all_max = staticmethod(all_max)
+
+    @staticmethod
+    def all_sum(values: torch.Tensor) -> None:
+        dist.all_reduce(values)
+
+
+def _shard(model: nn.Module, mesh: DeviceMesh, masters: dict[Place, Master]) -> list[Unit]:
     """Shard each decoder layer, then the rest, in place."""
     try:
         layers = list(decoder_layers(model))
@@ -219,11 +284,13 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> list[Unit]:
     for module in (*layers, model):
         if isinstance(module, Block):
             module.__dict__["next_norm"] = None  # another layer's weight, which is not whole then
-        units += _shard_unit(module, mesh)
+        units += _shard_unit(module, mesh, masters)
     return units
 
 
-def _shard_unit(module: nn.Module, mesh: DeviceMesh) -> Iterator[Unit]:
+def _shard_unit(
+    module: nn.Module, mesh: DeviceMesh, masters: dict[Place, Master]
+) -> Iterator[Unit]:
     """The groups of one module: parameters of another dtype (a router's) need one of their own."""
     places = list(_places(module))
     sizes: dict[tuple, int] = {}
@@ -240,8 +307,8 @@ def _shard_unit(module: nn.Module, mesh: DeviceMesh) -> Iterator[Unit]:
             raise ConfigError(
                 f"distributed.strategy: fsdp2 needs one dtype in a {type(owner).__name__}; use ddp"
             )
-        yield Unit(owner, own, mesh)
-    yield Unit(module, [(m, n) for m, n in places if m not in odd], mesh)
+        yield Unit(owner, own, mesh, masters)
+    yield Unit(module, [(m, n) for m, n in places if m not in odd], mesh, masters)
 
 
 def _kind(p: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:

@@ -142,7 +142,7 @@ _LOST = ("Connection closed", "Connection reset", "Timed out", "timed out", "Bro
 
 def all_max(values: torch.Tensor) -> None:
     # NaN has no order in a maximum over ranks; infinity is refused just the same
-    dist.all_reduce(values.nan_to_num_(nan=torch.inf), dist.ReduceOp.MAX)
+    dist.all_reduce(values.nan_to_num_(nan=torch.inf, posinf=torch.inf), dist.ReduceOp.MAX)
 
 
 def _leave() -> None:

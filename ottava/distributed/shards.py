@@ -23,21 +23,35 @@ def whole(t: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
     other tensor as it is."""
     if not isinstance(t, DTensor):
         return t
-    share = -(-t.shape[0] // t.device_mesh.size())
-    return _gathered(t._local_tensor, t.shape, share, t.device_mesh.size(), keep)
+    return _gathered(t._local_tensor, t.shape, _share(t), t, keep)
 
 
 def shared(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A whole tensor as `like` is: this rank's rows of it as a DTensor, or simply itself."""
     if not isinstance(like, DTensor):
         return value
-    mesh = like.device_mesh
-    share = -(-value.shape[0] // mesh.size())
-    rows = value[mesh.get_local_rank() * share :][:share]
+    share, (_, rank) = _share(like), cut(like)
+    rows = value[rank * share : (rank + 1) * share]
+    return from_rows(rows.to(like.device, copy=True).contiguous(), like)
+
+
+def from_rows(rows: torch.Tensor, like: DTensor) -> DTensor:
+    """This rank's rows of something with as many rows as `like`, shared out as that is."""
+    shape = torch.Size((like.shape[0], *rows.shape[1:]))
+    stride = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
     return DTensor.from_local(
-        rows.to(like.device, copy=True).contiguous(), mesh, like.placements, run_check=False,
-        shape=value.shape, stride=value.stride(),
-    )  # fmt: skip
+        rows, like.device_mesh, like.placements, run_check=False, shape=shape, stride=tuple(stride)
+    )
+
+
+def cut(p: DTensor) -> tuple[int, int]:
+    """(into how many shares `p` is cut, which one this rank holds): a mesh's last dimension."""
+    last = p.device_mesh.ndim - 1
+    return p.device_mesh.size(last), p.device_mesh.get_local_rank(last)
+
+
+def _share(p: DTensor) -> int:
+    return -(-p.shape[0] // cut(p)[0])
 
 
 def whole_state(name: str, p: torch.Tensor, value: Any, *, keep: bool) -> Any:
@@ -47,7 +61,7 @@ def whole_state(name: str, p: torch.Tensor, value: Any, *, keep: bool) -> Any:
         return value
     rows, share = units
     shape = torch.Size((rows, *value.shape[1:]))
-    return _gathered(value, shape, share, p.device_mesh.size(), keep)
+    return _gathered(value, shape, share, p, keep)
 
 
 def shared_state(name: str, p: torch.Tensor, value: Any) -> Any:
@@ -55,14 +69,13 @@ def shared_state(name: str, p: torch.Tensor, value: Any) -> Any:
     units = _units(name, p, value)
     if units is None:
         return value
-    begin = p.device_mesh.get_local_rank() * units[1]
-    return value[begin:][: units[1]]
+    begin = cut(p)[1] * units[1]
+    return value[begin : begin + units[1]]
 
 
 def groups_end_with_shares(p: torch.Tensor) -> bool:
     """Whether the groups of 128 of `p`'s 8-bit moments are the same on its ranks as on one."""
-    share = -(-p.shape[0] // p.device_mesh.size())
-    return p.dim() == 3 or share * math.prod(p.shape[1:]) % GROUP == 0
+    return p.dim() == 3 or _share(p) * math.prod(p.shape[1:]) % GROUP == 0
 
 
 def _units(name: str, p: torch.Tensor, value: Any) -> tuple[int, int] | None:
@@ -71,7 +84,7 @@ def _units(name: str, p: torch.Tensor, value: Any) -> tuple[int, int] | None:
         return None
     if value.dim() == 0 or name == "skipped":
         return None
-    share, size = -(-p.shape[0] // p.device_mesh.size()), math.prod(p.shape[1:])
+    share, size = _share(p), math.prod(p.shape[1:])
     if name not in _GROUPED:
         return p.shape[0], share
     if p.dim() == 3:  # groups begin anew with each index
@@ -80,14 +93,15 @@ def _units(name: str, p: torch.Tensor, value: Any) -> tuple[int, int] | None:
     return -(-p.numel() // GROUP), share * size // GROUP
 
 
-def _gathered(part: torch.Tensor, shape: torch.Size, share: int, world: int, keep: bool):
+def _gathered(part: torch.Tensor, shape: torch.Size, share: int, like: DTensor, keep: bool):
     """Rows of all ranks, as bytes on the way: not every backend knows 8-bit floats."""
+    mesh = like.device_mesh
     row_bytes = math.prod(shape[1:]) * part.element_size()
     padded = torch.zeros(share * row_bytes, dtype=torch.uint8, device=part.device)
     mine = part.detach().contiguous().reshape(-1).view(torch.uint8)
     padded[: mine.numel()] = mine
-    parts = [torch.empty_like(padded) for _ in range(world)]
-    dist.all_gather(parts, padded)
+    parts = [torch.empty_like(padded) for _ in range(cut(like)[0])]
+    dist.all_gather(parts, padded, group=mesh.get_group(mesh.ndim - 1))
     if not keep:
         return None
     data = torch.cat([p.cpu() for p in parts])[: shape[0] * row_bytes]

@@ -24,6 +24,7 @@ from .. import prepare
 from ..config import Run
 from ..optim.adamw import AdamW
 from ..optim.clip import fast_norm, grad_norm
+from ..optim.fused_backward import FusedBackward
 from ..optim.loss_scaler import GradScaler
 
 
@@ -64,6 +65,10 @@ class Strategy:
         self.optimizer = prepare.make_optimizer(self.config, model)
         return self.optimizer
 
+    def fuse(self, model: nn.Module) -> FusedBackward | None:
+        """Put the optimizer's step inside backward where the run's settings say so; the handle."""
+        return prepare.fuse(self.config, model, self.optimizer)
+
     # ---- a step ----
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -101,6 +106,9 @@ class Strategy:
         return [value]
 
     # ---- state: what a checkpoint holds is whole, whatever each rank keeps ----
+
+    def settle(self) -> None:
+        """Before state is read between two steps: all ranks know what each will know."""
 
     def whole(self, t: torch.Tensor) -> torch.Tensor | None:
         """A tensor from the shares of all ranks, which all call it; None except on rank 0."""

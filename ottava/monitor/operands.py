@@ -20,6 +20,7 @@ from ..kernels.split import SplitParameter, unpack_split
 from ..layers.delayed import AmaxHistory
 from ..numerics.formats import BLOCK, FORMATS
 from ..numerics.recipe import Cast
+from ..optim.adamw import local
 
 PIECE = 1 << 22  # elements looked at in one go
 # amax, largest scale, values clipped, values rounded to zero, their number, noise and signal power
@@ -78,8 +79,7 @@ def scale_in_force(history: AmaxHistory | None, operand: int, cast: Cast) -> Ten
 def weight_pieces(p: Tensor, rows: int = 0) -> Iterator[Tensor]:
     """The values of a parameter, FP32, along its first dim in pieces (of `rows`, where given); also
     of a split master."""
-    if not isinstance(p, SplitParameter):
-        p = getattr(p, "_local_tensor", p)  # of a sharded one, this rank's part
+    p = local(p)
     count = p.shape[0] if p.dim() else 1
     each = rows or max(PIECE // max(p.numel() // max(count, 1), 1), 1)
     for begin in range(0, count, each):

@@ -56,8 +56,10 @@ def splits_codes(cast: Cast | None) -> bool:
 
 
 def local(t: torch.Tensor) -> torch.Tensor:
-    """This rank's shard of a DTensor; any other tensor as it is."""
-    return getattr(t, "_local_tensor", t)
+    """This rank's shard of a DTensor, a SplitParameter where it is a split master's; any other
+    tensor as it is."""
+    own = getattr(t, "local_split", None)
+    return getattr(t, "_local_tensor", t) if own is None else own
 
 
 class AdamW(torch.optim.Optimizer):
@@ -111,7 +113,7 @@ class AdamW(torch.optim.Optimizer):
         for p in group["params"]:
             self._numbers[p] = len(self._numbers)
             if p.requires_grad:
-                _prepare(p, group["master"])
+                prepare_master(p, group["master"])
 
     # Not traced by torch.compile: it would compile the host's step count in, anew every step.
     @torch.compiler.disable
@@ -173,15 +175,16 @@ class AdamW(torch.optim.Optimizer):
         if isinstance(lr, torch.Tensor):
             lr, lr_tensor = (float(lr), None) if lr.device.type == "cpu" else (0.0, lr.reshape(1))
         beta1, beta2 = group["betas"]
-        split = isinstance(p, SplitParameter)
         master = state.get("master")
+        own = local(p if master is None else master)
+        split = isinstance(own, SplitParameter)
         with self._moments(p, group) as moments:
             adamw_step(
-                local(p if master is None else master),
-                p.residual if split else None,
-                p.scale if split else None,
-                p.amax if split else None,
-                p.work if split else None,
+                own,
+                own.residual if split else None,
+                own.scale if split else None,
+                own.amax if split else None,
+                own.work if split else None,
                 local(p.grad).contiguous(),
                 moments["m"],
                 moments["v"],
@@ -197,7 +200,7 @@ class AdamW(torch.optim.Optimizer):
                 beta2,
                 group["eps"],
                 group["weight_decay"],
-                p.cast.margin if split and p.cast is not None else 0,
+                own.cast.margin if split and own.cast is not None else 0,
                 state["step"],
                 key,
                 row,
@@ -224,8 +227,8 @@ class AdamW(torch.optim.Optimizer):
         if weights:
             params = chain.from_iterable(g["params"] for g in self.param_groups)
             for number, p in enumerate(params):
-                if isinstance(p, SplitParameter):
-                    values = (p.detach(), p.residual, p.scale, p.amax)
+                if isinstance(own := local(p), SplitParameter):
+                    values = (own.detach(), own.residual, own.scale, own.amax)
                     kept = {k: v for k, v in zip(_SPLIT_KEYS, values, strict=True) if v is not None}
                     out["state"].setdefault(number, {}).update(kept)
         if self.fused is not None:
@@ -305,8 +308,8 @@ def _check(group: dict[str, Any]) -> None:
             raise ValueError(f"AdamW: {name} {value} must be at least 0")
 
 
-def _prepare(p: torch.Tensor, master: str) -> None:
-    """Give a parameter the master that the module docstring promises, in place."""
+def prepare_master(p: torch.Tensor, master: str) -> None:
+    """Give a parameter the master that the module docstring promises, in place. Raises ValueError."""
     if not local(p).is_contiguous():
         raise ValueError(f"AdamW: a parameter of shape {list(p.shape)} is not contiguous")
     if getattr(p, "_ottava_fp32", False) or master == "fp32" or isinstance(p, SplitParameter):

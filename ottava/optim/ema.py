@@ -89,9 +89,10 @@ class EMA:
 
 def _tensors(p: torch.Tensor) -> list[torch.Tensor]:
     """Every tensor that makes up the weight."""
-    parts = [p.detach()]
-    if isinstance(p, SplitParameter):
-        parts += [t for t in (p.residual, p.scale, p.amax) if t is not None]
+    own = getattr(p, "local_split", p)
+    parts = [own.detach()]
+    if isinstance(own, SplitParameter):
+        parts += [t for t in (own.residual, own.scale, own.amax) if t is not None]
     return parts
 
 

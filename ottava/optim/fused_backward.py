@@ -34,13 +34,17 @@ def fuse_backward(
     clip: str | None = None,
     max_norm: float = 1.0,
     measure: bool = False,
+    ranks: Any = None,
 ) -> FusedBackward:
     """Run `opt` inside backward. Returns the handle, also `opt.fused`; `.remove()` undoes it.
 
-    measure: test every gradient before it is used and keep the norms, as clipping does.
+    measure: test every gradient before it is used and keep the norms, as clipping does. ranks: what
+    reduces over the ranks of a sharded model, in place (`all_max`, `all_sum` of a tensor on the
+    device); whoever shards it calls `handle.look` with each group's gradients, before the hooks.
 
     ValueError, before anything is changed: opt is fused already, a trainable parameter is not in
-    opt, is sharded, or carries a post-accumulate hook of something else, or clip is unknown.
+    opt, is sharded (without `ranks`), or carries a post-accumulate hook of something else, or clip
+    is unknown.
     """
     if clip not in CLIPS:
         raise ValueError(f"fuse_backward: clip {clip!r} is not one of None, 'previous', 'tensor'")
@@ -61,12 +65,13 @@ def fuse_backward(
                 f"fuse_backward: {name} has a post-accumulate gradient hook already: something "
                 "else reads its gradient after backward; remove that first"
             )
-        if local(p) is not p or isinstance(model, nn.parallel.DistributedDataParallel):
+        sharded = local(p) is not p and ranks is None
+        if sharded or isinstance(model, nn.parallel.DistributedDataParallel):
             raise ValueError(
                 f"fuse_backward: gradients of {name} are reduced over ranks after backward; "
                 "use the optimizer without it"
             )
-    return FusedBackward(opt, clip, max_norm, measure or clip is not None)
+    return FusedBackward(opt, clip, max_norm, measure or clip is not None, ranks)
 
 
 def _weakly(hook: weakref.WeakMethod):
@@ -87,8 +92,11 @@ class FusedBackward:
     its `found_inf` at the end.
     """
 
-    def __init__(self, opt: AdamW, clip: str | None, max_norm: float, measure: bool) -> None:
+    def __init__(
+        self, opt: AdamW, clip: str | None, max_norm: float, measure: bool, ranks: Any = None
+    ) -> None:
         self.opt, self.clip, self.max_norm, self.measure = opt, clip, max_norm, measure
+        self.ranks = ranks
         self.found_inf: torch.Tensor | None = None
         self.found: torch.Tensor | None = None
         self.norm: torch.Tensor | None = None
@@ -110,11 +118,28 @@ class FusedBackward:
     def guard(self, loss: torch.Tensor) -> None:
         """Nothing changes in the coming backward if `loss` is not finite; decided on the device."""
         self.found_inf = (~loss.detach().isfinite().all()).float().reshape(1)
+        if self.ranks is not None:
+            self.ranks.all_max(self.found_inf)
+
+    @torch.no_grad()
+    def look(self, reduced: torch.Tensor) -> None:
+        """At the reduced gradients of a group, on each rank some: where one is not finite on any,
+        no rank updates the group, or one that follows."""
+        if self.found_inf is None:
+            self.found_inf = torch.zeros_like(self._zero)
+        if reduced.is_cuda:  # made on another stream, and freed when it is used up
+            reduced.record_stream(torch.cuda.current_stream(reduced.device))
+        measure_gradient(reduced, self.found_inf, self._counter)
+        self.ranks.all_max(self.found_inf)
 
     def finish(self) -> None:
         """End of a step; `opt.step()` calls it."""
         if self._norms:
             self.norm = torch.linalg.vector_norm(torch.stack(list(self._norms.values())))
+            if self.ranks is not None:
+                square = self.norm.square()
+                self.ranks.all_sum(square)
+                self.norm = square.sqrt()
             self.norms = self._norms
             if self.clip == "previous":
                 self._clip_by(self.norm)
@@ -162,7 +187,7 @@ class FusedBackward:
         if self.measure:
             if self.found_inf is None:
                 self.found_inf = torch.zeros_like(self._zero)
-            norm = measure_gradient(p.grad, self.found_inf, self._counter)
+            norm = measure_gradient(local(p.grad), self.found_inf, self._counter)
             self._norms[p] = norm
             factor = self._factor
             if self.clip == "tensor":

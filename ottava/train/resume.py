@@ -149,6 +149,7 @@ def find_origin(run: Run, folder: Path) -> Origin:
 
 def collect(trainer: Trainer) -> dict[str, Any]:
     """The sections of a checkpoint of `trainer`, which stands between two steps. All ranks call it."""
+    trainer.strategy.settle()
     random, *random_of_others = trainer.strategy.collect(random_state())
     return {
         **({"ranks": random_of_others} if random_of_others else {}),

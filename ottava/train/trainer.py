@@ -88,7 +88,7 @@ class Trainer:
             draws_random=not isinstance(self.model, MiMoPreTrainedModel),
         )  # fmt: skip
         self.optimizer = self.strategy.prepare(self.model)
-        self.handle = prepare.fuse(run, self.model, self.optimizer)
+        self.handle = self.strategy.fuse(self.model)
         self.scaler = _scaler(run)
         self.ema = EMA(self.model, run.ema.decay) if run.ema.decay else None
         o = run.optimizer
