@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
+from gathered import whole
 from ranks import run_ranks
 from test_checkpoint import same
 from test_distributed import steps
@@ -13,7 +13,6 @@ from tiny_run import MODEL, tiny_run
 
 from ottava.config import ConfigError, Model
 from ottava.distributed.gather import Gathered
-from ottava.distributed.shards import shared, whole
 from ottava.optim.adamw import local
 from ottava.train.checkpoint import Checkpoint
 from ottava.train.export import export
@@ -33,7 +32,7 @@ def alone(folder, preset, accumulate=2, **sections):
 
 
 def whole_weights(t):
-    return {n: whole(p.detach(), keep=True) for n, p in t.model.named_parameters()}
+    return {n: whole(p.detach()) for n, p in t.model.named_parameters()}
 
 
 CURVES = {
@@ -114,7 +113,7 @@ def test_fp8_weights_travel_as_bytes_with_one_scale(tmp_path):
         for module, _ in t.strategy.casts:
             if "weight" in module._parameters:
                 module.register_forward_pre_hook(look)
-        before = {m: whole(m._parameters["weight"].detach(), keep=True)
+        before = {m: whole(m._parameters["weight"].detach())
                   for m, _ in t.strategy.casts if "weight" in m._parameters}  # fmt: skip
         with torch.no_grad(), t.precision():
             t.model(torch.zeros(1, 16, dtype=torch.int64))
@@ -188,7 +187,7 @@ def test_resumed_on_two_one_and_three_ranks(tmp_path):
             begun = t.step, t.ema.updates
             got = steps(t, number)
             t.save()
-            return begun, got, {n: whole(s, keep=True) for n, s in t.ema.shadow.items()}
+            return begun, got, {n: whole(s) for n, s in t.ema.shadow.items()}
 
         return work
 
@@ -253,22 +252,3 @@ def test_what_fsdp2_cannot_do_is_refused(tmp_path):
             sharded(tmp_path, "fp32", optimizer={"states": "8bit"}, model=odd)
 
     run_ranks(2, work, tmp_path)
-
-
-def test_shares_and_back(tmp_path):
-    def work(rank):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
-
-        dist.init_process_group("gloo")
-        mesh = init_device_mesh("cpu", (3,))
-        for rows in (1, 2, 3, 4, 7):
-            value = torch.arange(rows * 5.0).view(rows, 5)
-            sharded = distribute_tensor(value, mesh, [Shard(0)])
-            assert same(shared(value, sharded)._local_tensor, local(sharded))
-            back = whole(sharded, keep=rank == 1)
-            assert (back is None) != (rank == 1) and (rank != 1 or same(back, value))
-            codes = whole(shared(value.to(torch.float8_e4m3fn), sharded), keep=True)
-            assert same(codes, value.to(torch.float8_e4m3fn))
-
-    run_ranks(3, work, tmp_path)

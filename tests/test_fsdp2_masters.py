@@ -4,14 +4,14 @@ import math
 
 import pytest
 import torch
+from gathered import whole
 from ranks import run_ranks
 from test_distributed import steps
 from tiny_run import MODEL, tiny_run
 
 import ottava.kernels.adamw as adamw
 from ottava.config import ConfigError, Model
-from ottava.distributed.masters import gathered_master
-from ottava.distributed.shards import shared, whole
+from ottava.distributed.shards import shared
 from ottava.kernels.split import SplitParameter, split_parameter
 from ottava.optim.adamw import local
 from ottava.train.trainer import Trainer
@@ -41,9 +41,7 @@ def bits(t):
     t.strategy.settle()
     out = {}
     for name, p in t.model.named_parameters():
-        if getattr(p, "local_split", None) is not None:
-            p = gathered_master(p, keep=True)
-        p, names = whole(p, keep=True), ("residual", "scale", "amax")
+        p, names = whole(p), ("residual", "scale", "amax")
         parts = [p, *(getattr(p, k) for k in names if isinstance(p, SplitParameter))]
         out[name] = [t.detach().clone() for t in parts if t is not None]
     return out
@@ -198,7 +196,7 @@ def test_written_weights_get_one_scale(tmp_path):
                 -1, *[1] * (p.dim() - 1))  # fmt: skip
             p.write(shared(value, p))
             expected = split_parameter(torch.nn.Parameter(value.clone()), 8, p.cast)
-            got = gathered_master(p, keep=True)
+            got = whole(p)
             pairs = [(got.data.view(torch.uint8), expected.data.view(torch.uint8))]
             pairs += [
                 (getattr(got, k), getattr(expected, k)) for k in ("residual", "scale", "amax")

@@ -36,9 +36,17 @@ from ..optim.clip import norm_of
 from ..optim.fused_backward import FusedBackward, fuse_backward
 from ..recompute import decoder_layers
 from .gather import Coded, Scales
-from .masters import Master, Masters, gathered_master, precise_master
+from .masters import Master, Masters, precise_master
 from .ranks import Ranks, all_max
-from .shards import groups_end_with_shares, shared, shared_state, whole, whole_state
+from .shards import (
+    Rows,
+    groups_end_with_shares,
+    rows_of,
+    rows_of_state,
+    shared,
+    shared_state,
+)
+from .strategy import refuse_partitions
 
 Place = tuple[nn.Module, str]  # a parameter: the module that owns it, and its name there
 
@@ -47,6 +55,7 @@ class FSDP2(Ranks):
     """See the module docstring. `places`: every parameter; `coded`: those that travel as codes."""
 
     name = "fsdp2"
+    shares = True
 
     def prepare(self, model: nn.Module) -> AdamW:
         self.part_ways(model)
@@ -160,25 +169,25 @@ class FSDP2(Ranks):
         if self.agreed is not None:
             self.agreed.agree()
 
-    def whole(self, t: torch.Tensor) -> torch.Tensor | None:
+    def whole(self, t: torch.Tensor) -> torch.Tensor | Rows | dict[str, Rows]:
         if getattr(t, "local_split", None) is not None:
-            return gathered_master(t, self.is_main)
-        return whole(t, keep=self.is_main)
+            return {name: rows_of(part) for name, part in t.parts().items()}
+        return rows_of(t) if isinstance(t, DTensor) else t
 
-    def share(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    def share(self, value: Any, like: torch.Tensor) -> torch.Tensor:
         return shared(value, like)
 
     def optimizer_state(self) -> dict[str, Any]:
         state = super().optimizer_state()
-        keep = self.is_main
         params = dict(enumerate(self.parameters))
         state["state"] = {
-            i: {k: whole_state(k, params[i], v, keep=keep) for k, v in sorted(values.items())}
+            i: {k: rows_of_state(k, params[i], v) for k, v in sorted(values.items())}
             for i, values in sorted(state["state"].items())
         }
         return state
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
+        refuse_partitions(state)
         params = dict(enumerate(self.parameters))
         shares = {
             i: {k: shared_state(k, params[i], v) for k, v in values.items()}

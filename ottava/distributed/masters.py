@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from ..kernels.cast import scale_from_amax
 from ..kernels.split import Split, SplitParameter, adopt_split, pack_split, shape_scale, weight_amax
 from .gather import AllMax, Coded, leads_of, places_of
-from .shards import cut, from_rows, whole
+from .shards import cut, from_rows
 
 
 class Master:
@@ -111,16 +111,6 @@ class Masters:
         self._agreed.copy_(self._sent)
         if self._amax_to:
             torch._foreach_copy_(self._amax_to, self._amax_from)
-
-
-def gathered_master(shard: DTensor, keep: bool) -> SplitParameter | None:
-    """The whole split master on the CPU (None where not `keep`; all that share it call this)."""
-    parts = {k: whole(t, keep=keep) for k, t in shard.parts().items()}
-    if not keep:
-        return None
-    codes, residual = parts["codes"], parts["residual"]
-    split = Split(codes, residual, parts.get("scale"))
-    return adopt_split(nn.Parameter(codes), split, parts.get("amax"), shard.cast)
 
 
 def _become_carrier(p: SplitParameter) -> None:

@@ -7,6 +7,7 @@ shares, one after the other, are the whole, under any number of ranks: what a ch
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,18 +19,44 @@ from ..kernels.moments import GROUP
 _GROUPED = ("m_scale", "v_range")  # optimizer state with a row for each group of 128 elements
 
 
-def whole(t: torch.Tensor, *, keep: bool) -> torch.Tensor | None:
-    """A sharded DTensor as one tensor on the CPU (None where not `keep`; every rank calls it); any
-    other tensor as it is."""
+@dataclass(frozen=True)
+class Rows:
+    """This rank's rows of a tensor of which ranks hold some each: from `begin` on, out of `shape`."""
+
+    values: torch.Tensor
+    begin: int
+    shape: torch.Size
+
+
+def rows_of(t: torch.Tensor) -> Rows:
+    """This rank's rows of a sharded DTensor. Of what all ranks hold the first one has all rows, and
+    the others none; so have replicas of a rank."""
     if not isinstance(t, DTensor):
-        return t
-    return _gathered(t._local_tensor, t.shape, _share(t), t, keep)
+        return Rows(t if dist.get_rank() == 0 else t[:0], 0, t.shape)
+    begin = cut(t)[1] * _share(t)
+    return Rows(t._local_tensor if writes(t) else t._local_tensor[:0], begin, t.shape)
 
 
-def shared(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor as `like` is: this rank's rows of it as a DTensor, or simply itself."""
-    if not isinstance(like, DTensor):
+def writes(t: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the same rows."""
+    mesh = t.device_mesh
+    return mesh.ndim == 1 or mesh.get_local_rank(0) == 0
+
+
+def rows_of_state(name: str, p: torch.Tensor, value: Any) -> Any:
+    """One value of `p`'s optimizer state as `Rows`; itself where it is not shared out."""
+    units = _units(name, p, value)
+    if units is None:
         return value
+    rows, share = units
+    shape = torch.Size((rows, *value.shape[1:]))
+    return Rows(value if writes(p) else value[:0], cut(p)[1] * share, shape)
+
+
+def shared(value: Any, like: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, or one in files, as `like` is: this rank's rows of it as a DTensor, or itself."""
+    if not isinstance(like, DTensor):
+        return value if isinstance(value, torch.Tensor) else value[:]
     share, (_, rank) = _share(like), cut(like)
     rows = value[rank * share : (rank + 1) * share]
     return from_rows(rows.to(like.device, copy=True).contiguous(), like)
@@ -54,21 +81,12 @@ def _share(p: DTensor) -> int:
     return -(-p.shape[0] // cut(p)[0])
 
 
-def whole_state(name: str, p: torch.Tensor, value: Any, *, keep: bool) -> Any:
-    """One value of `p`'s optimizer state, whole and on the CPU (None where not `keep`)."""
-    units = _units(name, p, value)
-    if units is None:
-        return value
-    rows, share = units
-    shape = torch.Size((rows, *value.shape[1:]))
-    return _gathered(value, shape, share, p, keep)
-
-
 def shared_state(name: str, p: torch.Tensor, value: Any) -> Any:
-    """This rank's rows of one whole value of `p`'s optimizer state."""
+    """This rank's rows of one whole value of `p`'s optimizer state, or of one in files."""
     units = _units(name, p, value)
     if units is None:
-        return value
+        in_files = hasattr(value, "shape") and not isinstance(value, torch.Tensor)
+        return value[:] if in_files else value
     begin = cut(p)[1] * units[1]
     return value[begin : begin + units[1]]
 
@@ -80,9 +98,7 @@ def groups_end_with_shares(p: torch.Tensor) -> bool:
 
 def _units(name: str, p: torch.Tensor, value: Any) -> tuple[int, int] | None:
     """(rows of the whole, rows of a full share) of a value; None where it is not shared."""
-    if not isinstance(p, DTensor) or not isinstance(value, torch.Tensor):
-        return None
-    if value.dim() == 0 or name == "skipped":
+    if not isinstance(p, DTensor) or not getattr(value, "shape", None) or name == "skipped":
         return None
     share, size = _share(p), math.prod(p.shape[1:])
     if name not in _GROUPED:
@@ -91,18 +107,3 @@ def _units(name: str, p: torch.Tensor, value: Any) -> tuple[int, int] | None:
         groups = -(-size // GROUP)
         return p.shape[0] * groups, share * groups
     return -(-p.numel() // GROUP), share * size // GROUP
-
-
-def _gathered(part: torch.Tensor, shape: torch.Size, share: int, like: DTensor, keep: bool):
-    """Rows of all ranks, as bytes on the way: not every backend knows 8-bit floats."""
-    mesh = like.device_mesh
-    row_bytes = math.prod(shape[1:]) * part.element_size()
-    padded = torch.zeros(share * row_bytes, dtype=torch.uint8, device=part.device)
-    mine = part.detach().contiguous().reshape(-1).view(torch.uint8)
-    padded[: mine.numel()] = mine
-    parts = [torch.empty_like(padded) for _ in range(cut(like)[0])]
-    dist.all_gather(parts, padded, group=mesh.get_group(mesh.ndim - 1))
-    if not keep:
-        return None
-    data = torch.cat([p.cpu() for p in parts])[: shape[0] * row_bytes]
-    return data.view(part.dtype).view(shape)

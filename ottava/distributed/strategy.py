@@ -26,6 +26,7 @@ from ..optim.adamw import AdamW
 from ..optim.clip import fast_norm, grad_norm
 from ..optim.fused_backward import FusedBackward
 from ..optim.loss_scaler import GradScaler
+from .shards import Rows
 
 
 class Strategy:
@@ -35,6 +36,7 @@ class Strategy:
     """
 
     name = "single"
+    shares = False  # whether state is given as `Rows`, which every rank writes to a file of its own
     rank = 0
     world = 1
 
@@ -105,18 +107,20 @@ class Strategy:
         """The `value` of every rank, in order (plain data and tensors on the CPU)."""
         return [value]
 
-    # ---- state: what a checkpoint holds is whole, whatever each rank keeps ----
+    # ---- state: what a checkpoint holds can be continued by any strategy, on any ranks ----
 
     def settle(self) -> None:
         """Before state is read between two steps: all ranks know what each will know."""
 
-    def whole(self, t: torch.Tensor) -> torch.Tensor | None:
-        """A tensor from the shares of all ranks, which all call it; None except on rank 0."""
+    def whole(self, t: torch.Tensor) -> torch.Tensor | Rows | dict[str, Rows] | None:
+        """What a checkpoint is given for a tensor; all ranks call it. Itself; or gathered from all
+        ranks, None except on rank 0; or where a strategy `shares`, its `Rows` here, of a split
+        master by part."""
         return t
 
-    def share(self, value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a whole tensor, as `like` is shared."""
-        return value
+    def share(self, value: Any, like: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a whole tensor, or of one in files, as `like` is shared."""
+        return value if isinstance(value, torch.Tensor) else value[:]
 
     def optimizer_state(self) -> dict[str, Any]:
         """The optimizer's state, whole, without split masters."""
@@ -124,11 +128,7 @@ class Strategy:
 
     def load_optimizer(self, state: dict[str, Any]) -> None:
         """Restore what `optimizer_state` gave, on any number of ranks. Raises ValueError."""
-        if "ranks" in state:
-            raise ValueError(
-                f"it was written by ZeRO-{state['stage']} on {len(state['ranks'])} rank(s), and "
-                "continues only so; export it and start from its weights"
-            )
+        refuse_partitions(state)
         self.optimizer.load_state_dict(state)
 
     def loading(self, model: nn.Module) -> AbstractContextManager:
@@ -142,3 +142,12 @@ class Strategy:
     def notes(self) -> list[str]:
         """What to say about this strategy when a run begins."""
         return []
+
+
+def refuse_partitions(state: dict[str, Any]) -> None:
+    """Raise ValueError for the state that DeepSpeed's ZeRO has: flat, and cut for so many ranks."""
+    if "ranks" in state:
+        raise ValueError(
+            f"it was written by ZeRO-{state['stage']} on {len(state['ranks'])} rank(s), and "
+            "continues only so; export it and start from its weights"
+        )

@@ -4,6 +4,7 @@
         model.safetensors      weights under their original names, tied ones once, in high precision
         split.safetensors      only with split masters: codes, residual and scale, every bit
         <section>.safetensors  tensors of one section of the state (optimizer, ema, random, ...)
+        shard-*.safetensors    what ranks hold in shares: weights, masters and sections (shard_files.py)
         state.json             everything that is not a tensor
         config.json            the model's configuration, so that the folder is a Hugging Face model
         manifest.json          size and CRC-32 of every file above, and its own
@@ -27,11 +28,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 
+from ..distributed.shards import Rows
 from ..kernels.split import SplitParameter
+from ..optim.adamw import local
 from .serialize import Entry, Sink, flatten, unflatten, write_tensors
+from .shard_files import Stored, stored_in
+from .shard_save import Shards
 
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})")
@@ -72,24 +77,23 @@ def _named_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
 def _split_parts(name: str, p: SplitParameter) -> dict[str, torch.Tensor]:
     """Every tensor that a split master consists of, by its name in split.safetensors."""
     parts = {"codes": p.data, "residual": p.residual, "scale": p.scale, "amax": p.amax}
+    parts = p.parts() if local(p) is not p else parts
     return {f"{name}.{k}": v for k, v in parts.items() if v is not None}
 
 
-def whole_weights(
-    model: nn.Module, whole: Callable[[torch.Tensor], torch.Tensor | None]
-) -> dict[str, torch.Tensor | None]:
+def whole_weights(model: nn.Module, whole: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
     """What `save` writes for each sharded weight: `whole` of it, in an order that all ranks share."""
     named = _named_tensors(model)[0]
     return {name: w for name, p in named.items() if (w := whole(p)) is not p}
 
 
-def _weight_entries(
-    model: nn.Module, whole: Mapping[str, torch.Tensor]
-) -> tuple[list[Entry], list[Entry]]:
+def _weight_entries(model: nn.Module, whole: Mapping[str, Any]) -> tuple[list[Entry], list[Entry]]:
     """Entries of model.safetensors (high precision) and of split.safetensors."""
     plain, split = [], []
     for name, p in _named_tensors(model)[0].items():
         p = whole.get(name, p)
+        if isinstance(p, Rows | Mapping):
+            continue  # in the shards
         if isinstance(p, SplitParameter):
             # fp32 holds every bit of code and residual
             shape = tuple(p.shape)
@@ -103,7 +107,7 @@ def _weight_entries(
 def load_weights(
     model: nn.Module,
     checkpoint: Checkpoint,
-    share: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda value, like: value,
+    share: Callable[[Stored, torch.Tensor], torch.Tensor] = lambda value, like: value[:],
 ) -> None:
     """Copy a checkpoint's weights into `model`, bit for bit, in place; of each, `share(whole, own)`.
 
@@ -111,8 +115,8 @@ def load_weights(
     dtype, or kind of master.
     """
     own, _ = _named_tensors(model)
-    stored = checkpoint.tensors("model")
-    split = checkpoint.tensors("split")
+    stored = checkpoint.stored("model")
+    split = checkpoint.stored("split")
     for name in own:
         if name not in stored:
             raise checkpoint.refused(f"is from another model: it has no {name}")
@@ -139,7 +143,7 @@ def load_weights(
                     f"{target.dtype} {list(target.shape)}"
                 )
             with torch.no_grad():
-                target.copy_(share(source, target))
+                local(target).copy_(local(share(source, target)))
 
 
 # ---- reading ----------------------------------------------------------------------------------
@@ -163,20 +167,22 @@ class Checkpoint:
 
     def tensors(self, section: str) -> dict[str, torch.Tensor]:
         """All tensors of a section's file, on the CPU; empty where the section has none."""
-        file = self.path / f"{section}.safetensors"
-        if not file.exists():
-            return {}
-        try:
-            with safe_open(file, framework="pt") as f:
-                return {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118
-        except SafetensorError as e:
-            raise self.refused(f"has an unreadable {file.name}: {e}") from e
+        return {name: t[:] for name, t in self.stored(section).items()}
 
-    def section(self, name: str) -> Any:
-        """One section of the state, as it was given to `save`. Raises CheckpointError if absent."""
+    def stored(self, section: str) -> dict[str, Stored]:
+        """The same, to be read later, and in part. Raises CheckpointError."""
+        try:
+            return stored_in(list(self.path.glob("*.safetensors")), section)
+        except SafetensorError as e:
+            raise self.refused(f"has an unreadable file: {e}") from e
+
+    def section(self, name: str, *, in_files: bool = False) -> Any:
+        """One section of the state, as it was given to `save`; `in_files`: its tensors are yet to
+        be read. Raises CheckpointError if absent."""
         if name not in self.skeleton:
             raise self.refused(f"holds no {name}")
-        return unflatten(self.skeleton[name], self.tensors(name))
+        tensors = self.stored(name) if in_files else self.tensors(name)
+        return unflatten(self.skeleton[name], tensors)
 
     def refused(self, reason: str) -> CheckpointError:
         """The error that says why this checkpoint is not used."""
@@ -250,13 +256,14 @@ def save(
     model: nn.Module,
     sections: Mapping[str, Any],
     keep_last: int = 2,
-    whole: Mapping[str, torch.Tensor] | None = None,
+    whole: Mapping[str, Any] | None = None,
+    shards: Shards | None = None,
 ) -> Path:
     """Write the checkpoint of `step` and delete all but the last `keep_last`; returns its path.
 
     `sections` maps a name to nested plain state (see `serialize.flatten`); `whole` what is written
-    for weights that `model` holds in part. Raises CheckpointError
-    when it cannot be written (disk full): the earlier checkpoints are then untouched and nothing of
+    for weights that `model` holds in part; `shards` the files that hold what ranks share. Raises
+    CheckpointError when it cannot be written (disk full): the earlier checkpoints are then untouched and nothing of
     the new one is left.
     """
     folder = Path(folder)
@@ -266,14 +273,14 @@ def save(
         folder.mkdir(parents=True, exist_ok=True)
         _remove_partials(folder)
         partial.mkdir()
-        _write_all(partial, step, model, sections, whole or {})
+        _write_all(partial, step, model, sections, whole or {}, shards)
         if final.exists():  # only after going back to an older checkpoint
             _discard(final)
         os.rename(partial, final)
         _sync_folder(folder)
     except OSError as e:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(_cannot_save(folder, step, model, e)) from e
+        raise cannot_save(folder, step, model, e) from e
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
@@ -302,7 +309,8 @@ def _write_all(
     step: int,
     model: nn.Module,
     sections: Mapping[str, Any],
-    whole: Mapping[str, torch.Tensor],
+    whole: Mapping[str, Any],
+    shards: Shards | None,
 ) -> None:
     plain, split = _weight_entries(model, whole)
     files: dict[str, list[Entry]] = {"model": plain, "split": split}
@@ -312,8 +320,9 @@ def _write_all(
             raise ValueError(f"section {name!r} is reserved")
         skeleton[name], tensors = flatten(value, name)
         # sorted: the order in which an optimizer met its parameters is no part of its state
-        files[name] = [Entry.of(k, t) for k, t in sorted(tensors.items())]
-    sums: dict[str, dict[str, int]] = {}
+        whole_ones = ((k, t) for k, t in tensors.items() if not isinstance(t, Rows))
+        files[name] = [Entry.of(k, t) for k, t in sorted(whole_ones)]
+    sums = shards.move_to(folder) if shards is not None else {}
     for name, entries in files.items():
         if entries:
             with _file(folder / f"{name}.safetensors", sums) as sink:
@@ -376,7 +385,8 @@ def _remove_partials(folder: Path) -> None:
             shutil.rmtree(folder / name, ignore_errors=True)
 
 
-def _cannot_save(folder: Path, step: int, model: nn.Module, error: OSError) -> str:
+def cannot_save(folder: Path, step: int, model: nn.Module, error: OSError) -> CheckpointError:
+    """The error that says why a checkpoint is not written, and what is left."""
     earlier = [s for s, _ in checkpoints(folder)]
     intact = f"the checkpoint of step {earlier[0]} is intact" if earlier else "none exists yet"
     needed = sum(e.nbytes for part in _weight_entries(model, {}) for e in part) / 2**30
@@ -384,7 +394,7 @@ def _cannot_save(folder: Path, step: int, model: nn.Module, error: OSError) -> s
         free = f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
     except OSError:
         free = "the folder cannot be read"
-    return (
+    return CheckpointError(
         f"cannot save step {step} in {folder}: {error.strerror or error} ({free}; the weights alone "
         f"take {needed:.2f} GiB); {intact}"
     )

@@ -110,13 +110,13 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
     if not (checkpoint.path / "config.json").exists():
         raise checkpoint.refused("has no config.json: its model is not a Hugging Face model")
     model = load_model(str(checkpoint.path), dtype=dtype, device="meta", random_init=True)
-    stored = checkpoint.tensors("model")
+    stored = checkpoint.stored("model")
     weights = {}
     for name, wanted in model.state_dict(keep_vars=True).items():
         value = stored.get(checkpoint.skeleton.get("aliases", {}).get(name, name))
         if value is None or value.shape != wanted.shape:
             raise checkpoint.refused(f"does not fit its own config.json: {name}")
-        weights[name] = value.to(wanted.dtype)
+        weights[name] = value[:].to(wanted.dtype)
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     return model

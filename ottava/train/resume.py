@@ -181,7 +181,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
         load_weights(trainer.model, checkpoint, trainer.strategy.share)
     _restore_optimizer(trainer.strategy, checkpoint)
     if trainer.ema is not None and "ema" in checkpoint.skeleton:
-        average, here = checkpoint.section("ema"), trainer.ema.shadow
+        average, here = checkpoint.section("ema", in_files=True), trainer.ema.shadow
         shadow = {
             name: trainer.strategy.share(value, here[name]) if name in here else value
             for name, value in average["shadow"].items()
@@ -218,9 +218,14 @@ def _restore_optimizer(strategy: Strategy, checkpoint: Checkpoint) -> None:
     optimizer = strategy.optimizer
     mine = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
     try:
-        strategy.load_optimizer(checkpoint.section("optimizer"))
+        state = checkpoint.section("optimizer", in_files=strategy.shares)
+        strategy.load_optimizer(state)
     except ValueError as e:
-        raise checkpoint.refused(f"does not fit this run's optimizer: {e}") from e
+        then = checkpoint.section("run").get("distributed", {}).get("strategy", "single")
+        raise checkpoint.refused(
+            f"was written under {then} and does not fit this run's optimizer under "
+            f"{strategy.name}: {e}"
+        ) from e
     for group, settings in zip(optimizer.param_groups, mine, strict=True):
         group.update(settings)
 

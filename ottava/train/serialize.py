@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import numpy
 import torch
+
+from ..distributed.shards import Rows
 
 # The safetensors names of the types that training state can hold.
 _DTYPES = {
@@ -33,6 +35,7 @@ _DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPE_OF = {name: dtype for dtype, name in _DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -72,10 +75,12 @@ class Sink:
         self.crc32 = zlib.crc32(data, self.crc32)
 
 
-def write_tensors(sink: Sink, entries: Iterable[Entry]) -> None:
+def write_tensors(
+    sink: Sink, entries: Iterable[Entry], metadata: Mapping[str, str] | None = None
+) -> None:
     """Write a safetensors file. Raises TypeError for a dtype the format has no name for."""
     entries = list(entries)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     offset = 0
     for e in entries:
         if e.dtype not in _DTYPES:
@@ -98,16 +103,17 @@ def write_tensors(sink: Sink, entries: Iterable[Entry]) -> None:
             sink.write(memoryview(flat.cpu().numpy()))
 
 
-def flatten(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor]]:
+def flatten(value: Any, name: str) -> tuple[Any, dict[str, torch.Tensor | Rows]]:
     """(JSON skeleton, tensors by path under `name`) of nested state.
 
-    Takes dicts with any plain keys, lists, tuples, tensors, dtypes, None, bool, int, float, str.
+    Takes dicts with any plain keys, lists, tuples, tensors, `Rows` of one (this rank's; the
+    skeleton is that of the whole), dtypes, None, bool, int, float, str.
     Raises TypeError naming the path of anything else.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor | Rows] = {}
 
     def walk(v: Any, path: str) -> Any:
-        if isinstance(v, torch.Tensor):
+        if isinstance(v, torch.Tensor | Rows):
             tensors[path] = v
             return {"$tensor": path}
         if isinstance(v, numpy.generic):

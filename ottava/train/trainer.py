@@ -42,6 +42,7 @@ from . import captured, checkpoint, loop, resume
 from .data import load_data
 from .forward import Batch, inputs_of, mean_loss, window_loss
 from .heal import Health, Precision
+from .shard_save import write_shards
 
 ROUTER_BIAS_RATE = 1e-3  # loss-free balancing of experts, for models that start from nothing
 
@@ -327,9 +328,14 @@ class Trainer:
         """Write a checkpoint of the position between two steps. Raises CheckpointError."""
         sections = resume.collect(self)
         whole = checkpoint.whole_weights(self.model, self.strategy.whole)
+        folder, step = self.checkpoints, self.step
+        try:
+            shards = write_shards(folder, step, self.strategy, sections, whole)
+        except OSError as e:
+            raise checkpoint.cannot_save(folder, step, self.model, e) from e
         return self.strategy.on_main(
-            checkpoint.save, self.checkpoints, self.step, model=self.model, sections=sections,
-            keep_last=self.config.train.keep_last, whole=whole,
+            checkpoint.save, folder, step, model=self.model, sections=sections,
+            keep_last=self.config.train.keep_last, whole=whole, shards=shards,
         )  # fmt: skip
 
     def adopt_health(self) -> None:
