@@ -146,7 +146,7 @@ def test_ranks_scale_alike_after_unlike_inputs(tmp_path):
             agree_amax(layer.parameters(), all_max)
             optimizer.step()
         history = layer._history
-        scale = scale_from_amax(history.past(0, layer.recipe.input, x), layer.recipe.input)
+        scale = scale_from_amax(history.past("input", layer.recipe.input, x), layer.recipe.input)
         return history.amax[0, :3].tolist(), float(scale)
 
     one, other = run_ranks(2, work, tmp_path)

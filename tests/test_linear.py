@@ -60,7 +60,9 @@ def test_every_gradient_is_within_the_formats_error(name):
     limits = [E4M3.gemm_db, least_db(recipe), least_db(recipe), 60.0]
     if name == "storage":  # only grad_weight sees a cast, and only of the input
         limits = [60.0, 60.0, E4M3.cast_db, 60.0]
-    for what, a, b, limit in zip(["y", "grad_x", "grad_w", "grad_b"], want, got, limits, strict=True):
+    for what, a, b, limit in zip(
+        ["y", "grad_x", "grad_w", "grad_b"], want, got, limits, strict=True
+    ):
         assert b.shape == a.shape
         assert error_db(a, b) >= limit, what
 
@@ -194,7 +196,9 @@ def test_delayed_amax_from_and_margin(amax_from, want):
         for size in (10.0, 1.0, 1.0):
             layer(torch.full((16, 32), size)).sum().backward()
             opt.step()
-        scales.append(scale_from_amax(layer._history.past(0, cast, torch.ones(1, 32)), cast).item())
+        scales.append(
+            scale_from_amax(layer._history.past("input", cast, torch.ones(1, 32)), cast).item()
+        )
     assert scales[0] == pytest.approx(want / 448)
     assert scales[1] == 2 * scales[0]
 
@@ -266,9 +270,9 @@ def test_a_history_written_from_outside_is_used():
     layer(x).sum().backward()
     torch.optim.SGD(layer.parameters(), lr=0.0).step()
     layer._history.amax.copy_(torch.full((3, 16), 7.0))
-    assert layer._history.past(0, Cast(scaling="delayed"), x).item() == 7.0
+    assert layer._history.past("input", Cast(scaling="delayed"), x).item() == 7.0
     small = layer._history.resized(4)
-    assert small.past(0, Cast(scaling="delayed"), x).item() == 7.0
+    assert small.past("input", Cast(scaling="delayed"), x).item() == 7.0
     assert small.amax.shape == (3, 4)
 
 

@@ -78,10 +78,13 @@ def test_zeros_of_moments_are_counted_in_any_format():
 
 def test_a_delayed_scale_is_that_of_its_history():
     cast, history = Cast(scaling="delayed", history=4), AmaxHistory(4, torch.device("cpu"))
-    assert scale_in_force(history, 0, cast) is None
+    assert scale_in_force(history, "input", cast) is None
     history.amax[0, 1], history.ready[0] = 448.0, True
-    assert float(scale_in_force(history, 0, cast)) == 1.0
-    assert scale_in_force(history, 2, cast) is None and scale_in_force(history, 0, Cast()) is None
+    assert float(scale_in_force(history, "input", cast)) == 1.0
+    assert (
+        scale_in_force(history, "grad_output", cast) is None
+        and scale_in_force(history, "input", Cast()) is None
+    )
 
 
 PRESETS = {

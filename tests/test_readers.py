@@ -24,6 +24,7 @@ from ottava.layers.linear import Linear
 from ottava.layers.norm import RMSNorm
 from ottava.layers.saved import carried_by
 from ottava.models.load import load_model
+from ottava.monitor.observe import _input_scale
 from ottava.numerics.policy import Plan
 from ottava.numerics.recipe import get_recipe
 from ottava.planner.memory import estimate_memory
@@ -204,7 +205,7 @@ def test_a_frozen_reader_takes_the_codes_too(monkeypatch):
     results = [train(model, 2)[0] for model in (got, want)]
     assert torch.equal(*results)
     for o in [*outputs(got).values(), *outputs(want).values()]:
-        assert casts.count((o._history, 0)) == 2
+        assert casts.count((o._history, "input")) == 2
 
 
 def test_regions_and_demotion_decide_for_the_reader():
@@ -317,6 +318,22 @@ def test_norms_cast_as_their_readers(name, recipe):
     for n, m in want.named_modules():
         if recipe is DELAYED and n.endswith(("q_proj", "gate_proj")):
             assert torch.equal(got.get_submodule(n)._history.amax[0], m._history.amax[0])
+
+
+def test_a_look_at_the_step_sees_the_scale_that_is_in_force():
+    """k reads the codes that were made for q: its own history knows nothing, and does not matter."""
+    model, seen = model_of("mimo", "delayed"), {}
+    train(model, 2)
+    attention = model.model.layers[0].self_attn
+    hooks = [
+        m.register_forward_pre_hook(lambda m, args: seen.__setitem__(m, _input_scale(m, args[0])))
+        for m in (attention.q_proj, attention.k_proj, attention.o_proj)
+    ]
+    model(input_ids=ids())
+    q, k, o = seen
+    assert not k._history.knows("input") and seen[k] == seen[q] == q._history.top[0] / 448
+    assert seen[o] == o._history.top[0] / 448
+    assert _input_scale(k, torch.ones(2, 64)) is None and len(hooks) == 3
 
 
 def test_a_norm_of_a_frozen_reader_has_a_history_all_the_same():

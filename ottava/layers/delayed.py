@@ -17,16 +17,18 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..kernels import cast as cast_kernels
 from ..numerics.recipe import Cast
 
+OPERANDS = ("input", "weight", "grad_output")  # their order is in checkpoints
+_ROW = {name: row for row, name in enumerate(OPERANDS)}
+
 
 class AmaxHistory:
     """Delayed scaling's memory of one module: amax per operand over the last steps, on device.
 
     `pending` collects the maximum over all calls of the running step (every micro-batch), put there
     by the casts themselves; `commit_histories`, after a real optimizer step, moves it into the
-    history; `discard` drops it. `top`: the largest amax of each operand's history.
+    history; `discard` drops it. `top`: the largest amax of each operand's history. Rows of all of
+    them are OPERANDS; methods take an operand's name.
     """
-
-    OPERANDS = ("input", "weight", "grad_output")
 
     def __init__(self, history: int, device: torch.device) -> None:
         # A first call in inference mode must not make what training cannot use.
@@ -64,29 +66,35 @@ class AmaxHistory:
             owner = getattr(parameter, "_ottava_shard", parameter)
             _histories.setdefault(owner, weakref.WeakSet()).add(self)
 
-    def known(self, operand: int, cast: Cast, x: torch.Tensor, record: bool) -> dict:
+    def knows(self, operand: str) -> bool:
+        """Whether an earlier step's amax of the operand is known."""
+        return self.ready[_ROW[operand]]
+
+    def known(self, operand: str, cast: Cast, x: torch.Tensor, record: bool) -> dict:
         """Arguments for the cast of x: the amax that scales it, and with `record` where its own
         amax goes (the same pass)."""
         past = self.past(operand, cast, x)
         return {"amax": past, "amax_out": self.note(operand) if record else None}
 
-    def past(self, operand: int, cast: Cast, x: torch.Tensor) -> torch.Tensor:
+    def past(self, operand: str, cast: Cast, x: torch.Tensor) -> torch.Tensor:
         """The amax (1,) of earlier steps that scales the cast of x; before the first, x's own."""
-        if not self.ready[operand]:
+        if not self.knows(operand):
             return cast_kernels.amax(x)
+        row = _ROW[operand]
         if cast.amax_from == "most_recent":
-            return self.amax[operand, :1]
+            return self.amax[row, :1]
         if self._top_version != self.amax._version:  # written by others than a commit
             self.top.copy_(self.amax.amax(1))
             self._top_version = self.amax._version
-        return self.top[operand : operand + 1]
+        return self.top[row : row + 1]
 
-    def note(self, operand: int) -> torch.Tensor:
+    def note(self, operand: str) -> torch.Tensor:
         """Where a kernel raises the amax (1,) of one call of the running step."""
-        self._seen[operand] = True
-        return self.pending[operand : operand + 1]
+        row = _ROW[operand]
+        self._seen[row] = True
+        return self.pending[row : row + 1]
 
-    def record(self, operand: int, amax: torch.Tensor) -> None:
+    def record(self, operand: str, amax: torch.Tensor) -> None:
         """Note the amax of one call of the running step."""
         pending = self.note(operand)
         torch.maximum(pending, amax, out=pending)

@@ -97,7 +97,7 @@ class FrozenLinear(_Frozen, Linear):
         rows = None
         if recipe.output.fp8:
             carried = carried_by(x, recipe.input)
-            rows = how.cast(0, x.detach().reshape(-1, self.in_features), "rows") \
+            rows = how.cast("input", x.detach().reshape(-1, self.in_features), "rows") \
                 if carried is None else carried.rows  # fmt: skip
         y = FrozenFunction.apply(
             x.reshape(-1, self.in_features), self.bias, self.weight, rows, how

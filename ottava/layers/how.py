@@ -17,7 +17,7 @@ from ..kernels.joined import quantize_joined
 from ..kernels.random import make_key
 from ..kernels.swiglu_codes import swiglu_backward_amax, swiglu_backward_first
 from ..numerics.recipe import Cast, Recipe
-from .delayed import clock
+from .delayed import OPERANDS, clock
 from .saved import Kept, carry, noted_amax, transposes
 from .weights import grad_dtype_of, weight_cols, weight_rows, weight_values
 
@@ -32,12 +32,12 @@ class How:
         self.recipe, self.dtype = recipe, dtype
         self.history, self.stream, self.record = history, stream, record
 
-    def cast(self, operand: int, x_MK: torch.Tensor, order: str, amax: torch.Tensor | None = None):
-        """Codes of an operand (0 input, 2 grad_output): "rows", "cols" (of x^T), or "both".
+    def cast(self, operand: str, x_MK: torch.Tensor, order: str, amax: torch.Tensor | None = None):
+        """Codes of an operand ("input" or "grad_output"): "rows", "cols" (of x^T), or "both".
 
         amax: fp32 (1,), what the kernel that made x found; saves the pass that would find it.
         """
-        cast = self.recipe.input if operand == 0 else self.recipe.grad_output
+        cast = self.recipe.input if operand == "input" else self.recipe.grad_output
         known: dict = {"key": self._key(cast, operand)}
         if cast.scaling == "delayed":
             known |= self.history.known(operand, cast, x_MK, self.record)
@@ -56,11 +56,11 @@ class How:
             return False
         cast = self.recipe.input
         delayed = cast.scaling == "delayed" and cast.rounding == "nearest"
-        return delayed and self.history.ready[0]
+        return delayed and self.history.knows("input")
 
     def input_known(self, like: torch.Tensor) -> dict:
         """Where `knows_input`: the amax that scales it, and where its own goes."""
-        known = self.history.known(0, self.recipe.input, like, self.record)
+        known = self.history.known("input", self.recipe.input, like, self.record)
         return {"past": known["amax"], "amax_out": known["amax_out"]}
 
     def input_cols(self, x_MK: torch.Tensor, amax: torch.Tensor | None = None) -> Quantized:
@@ -68,12 +68,12 @@ class How:
         Its scale is current also where the forward's was delayed; nothing is recorded."""
         cast = self.recipe.input
         amax = amax if cast.granularity == "tensor" else None
-        return cast_kernels.quantize(x_MK.t(), cast, amax=amax, key=self._key(cast, 0))
+        return cast_kernels.quantize(x_MK.t(), cast, amax=amax, key=self._key(cast, "input"))
 
-    def _key(self, cast: Cast, operand: int) -> int:
+    def _key(self, cast: Cast, operand: str) -> int:
         if cast.rounding == "nearest":
             return 0
-        return make_key(clock.seed, clock.step, 3 * self.stream + operand)
+        return make_key(clock.seed, clock.step, 3 * self.stream + OPERANDS.index(operand))
 
     def kept(self, codes: torch.Tensor, scale: torch.Tensor) -> Kept:
         """A saved pair as the input in its kept form."""
@@ -84,9 +84,9 @@ class How:
         """(rows, cols) codes of grad_output for the GEMMs that run in FP8, in one pass if both."""
         rows, cols = rows and self.recipe.grad_input.fp8, cols and self.recipe.grad_weight.fp8
         if rows and cols:
-            return self.cast(2, grad_MN, "both", amax)
+            return self.cast("grad_output", grad_MN, "both", amax)
         if rows or cols:
-            codes = self.cast(2, grad_MN, "rows" if rows else "cols", amax)
+            codes = self.cast("grad_output", grad_MN, "rows" if rows else "cols", amax)
             return (codes, None) if rows else (None, codes)
         return None, None
 
@@ -136,8 +136,8 @@ def joined_grad_codes(hows: list[How], grads: list[torch.Tensor], weights: list[
     cast, found = hows[0].recipe.grad_output, []
     if cast.scaling == "delayed":
         pairs = zip(hows, grads, strict=True)
-        amaxes = [how.history.past(2, cast, grad) for how, grad in pairs]
-        found = [how.history.note(2) for how in hows if how.record]
+        amaxes = [how.history.past("grad_output", cast, grad) for how, grad in pairs]
+        found = [how.history.note("grad_output") for how in hows if how.record]
     else:
         amaxes = [cast_kernels.amax(g) if noted_amax(g) is None else noted_amax(g) for g in grads]
     return quantize_joined(grads, amaxes, [w.scale for w in weights], cast, amax_out=found)
@@ -155,19 +155,20 @@ def gated_amaxes(
     makes h's codes. h's scale is forward's; only forward records its amax.
     """
     recipe = hows[0].recipe
-    operands = [(2, recipe.grad_output), (2, recipe.grad_output), (0, recipe.input)]
-    each = list(zip(hows, operands, strict=True))
+    grad = ("grad_output", recipe.grad_output)
+    each = list(zip(hows, (grad, grad, ("input", recipe.input)), strict=True))
     noting = recipe.grad_output.scaling == "delayed" and hows[0].record
-    if all(c.scaling == "delayed" and how.history.ready[operand] for how, (operand, c) in each):
+    if all(c.scaling == "delayed" and how.history.knows(operand) for how, (operand, c) in each):
         amaxes = [how.history.past(*operand, grad_h) for how, operand in each]
-        return amaxes, [how.history.note(2) for how in hows[:2]] if noting else [], None
+        found = [how.history.note("grad_output") for how in hows[:2]] if noting else []
+        return amaxes, found, None
     h_cols = None
     if h_amax is None:
         amaxes = swiglu_backward_amax(grad_h, *kept)
     else:
         amaxes, h_cols = swiglu_backward_first(grad_h, kept, h_amax, recipe.input)
     for how, amax in zip(hows[:2] if noting else (), amaxes, strict=False):
-        how.history.record(2, amax)
+        how.history.record("grad_output", amax)
     return amaxes, [], h_cols
 
 

@@ -215,7 +215,7 @@ class Linear(Stored, nn.Linear):
         found = carried_by(x, recipe.input)
         if found is not None:
             return found.rows, None
-        return how.cast(0, x.detach().reshape(-1, x.shape[-1]), "rows"), None
+        return how.cast("input", x.detach().reshape(-1, x.shape[-1]), "rows"), None
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"

@@ -60,7 +60,7 @@ class GatedMLPFunction(torch.autograd.Function):
         top = remembered(lambda: amax) if needs_amax else None
         save(ctx, kept, kept_scale, *gate_up, top, parameters=weights)
         if h_q is None and how_down.recipe.output.fp8:
-            h_q = how_down.cast(0, h, "rows", amax)
+            h_q = how_down.cast("input", h, "rows", amax)
         return how_down.output(h, h_q, w_down)
 
     @staticmethod

@@ -65,9 +65,9 @@ def cast_input(x_MK: torch.Tensor, how, amax: torch.Tensor | None = None):
     both orders are needed. amax: fp32 (1,) where the kernel that made x found it.
     """
     if transposes(how.recipe.input):
-        rows = how.cast(0, x_MK, "rows", amax)
+        rows = how.cast("input", x_MK, "rows", amax)
         return rows, Kept(rows, is_cols=False)
-    rows, cols = how.cast(0, x_MK, "both", amax)
+    rows, cols = how.cast("input", x_MK, "both", amax)
     return rows, Kept(cols, is_cols=True)
 
 

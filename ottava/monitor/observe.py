@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..kernels.split import SplitParameter
 from ..layers.experts import Casts
+from ..layers.saved import carried_by
 from ..numerics.policy import Plan, Row
 from ..numerics.recipe import Cast
 from .operands import FIELDS, operand_numbers, sample_of, scale_in_force, weight_pieces, zero_share
@@ -199,9 +200,8 @@ def _look_at_linear(seen: Observation, row: Row, module: nn.Module) -> list:
     """input, grad_output and the output's error of one linear."""
 
     def before(module, args):
-        x, recipe = args[0].detach(), module.recipe
-        scale = scale_in_force(module._history, 0, recipe.input)
-        seen._operand(row.name, "input", x, recipe.input, scale)
+        scale = _input_scale(module, args[0])
+        seen._operand(row.name, "input", args[0].detach(), module.recipe.input, scale)
 
     def after(module, args, y):
         x, recipe = args[0].detach(), module.recipe
@@ -210,7 +210,7 @@ def _look_at_linear(seen: Observation, row: Row, module: nn.Module) -> list:
                 row.name, y.detach(), lambda: _linear(_tokens(x), module.weight, module.bias)
             )
         if y.requires_grad and recipe.any_fp8:
-            scale = scale_in_force(module._history, 2, recipe.grad_output)
+            scale = scale_in_force(module._history, "grad_output", recipe.grad_output)
             y.register_hook(
                 lambda g: seen._operand(row.name, "grad_output", g, recipe.grad_output, scale)
             )
@@ -229,15 +229,14 @@ def _look_at_mlp(seen: Observation, row: Row, module: nn.Module) -> list:
             return  # its linears were called one by one
         x = args[0].detach()
         for name, m in list(zip(row.parts, three, strict=True))[:2]:
-            cast = m.recipe.input
-            seen._operand(name, "input", x, cast, scale_in_force(m._history, 0, cast))
+            seen._operand(name, "input", x, m.recipe.input, _input_scale(m, args[0]))
         *pair, down = three
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
             x_s = _tokens(x)
             gate, up = (_linear(x_s, m.weight) for m in pair)
             inner = F.silu(gate) * up
         cast = down.recipe.input
-        scale = scale_in_force(down._history, 0, cast)
+        scale = scale_in_force(down._history, "input", cast)
         seen._operand(row.parts[2], "input", inner, cast, scale)
         if down.recipe.output.fp8:
             seen._output_error(row.name, y.detach(), lambda: _linear(inner, down.weight))
@@ -253,7 +252,7 @@ def _look_at_mlp(seen: Observation, row: Row, module: nn.Module) -> list:
             inner_grads = torch.autograd.grad(inner, (gate, up), grad_h)
         for name, m, grad in zip(row.parts, three, (*inner_grads, g), strict=True):
             cast = m.recipe.grad_output
-            scale = scale_in_force(m._history, 2, cast)
+            scale = scale_in_force(m._history, "grad_output", cast)
             seen._operand(name, "grad_output", grad, cast, scale)
 
     return [module.register_forward_hook(after)]
@@ -276,6 +275,16 @@ _LOOKS: dict[str, Callable[[Observation, Row, nn.Module], list]] = {
     "mlp": _look_at_mlp,
     "experts": _look_at_experts,
 }
+
+
+def _input_scale(linear: nn.Module, x: Tensor) -> Tensor | None:
+    """The scale that is known before x is cast for `linear`; of codes that x carries already (made
+    for another reader of it), theirs."""
+    cast = linear.recipe.input
+    carried = carried_by(x, cast) if cast.scaling == "delayed" else None
+    if carried is not None:
+        return carried.rows.scale
+    return scale_in_force(linear._history, "input", cast)
 
 
 def _is_experts(module: nn.Module) -> bool:

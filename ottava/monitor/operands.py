@@ -66,10 +66,10 @@ def _pieces(x_MK: Tensor) -> Iterator[Tensor]:
         yield x_MK[begin : begin + step]
 
 
-def scale_in_force(history: AmaxHistory | None, operand: int, cast: Cast) -> Tensor | None:
-    """The scale that delayed scaling gives operand 0 (input) or 2 (grad_output) now; None where it
+def scale_in_force(history: AmaxHistory | None, operand: str, cast: Cast) -> Tensor | None:
+    """The scale that delayed scaling gives an operand ("input", "grad_output") now; None where it
     comes from the operand itself."""
-    if cast.scaling != "delayed" or history is None or not history.ready[operand]:
+    if cast.scaling != "delayed" or history is None or not history.knows(operand):
         return None
     past = history.past(operand, cast, history.pending)
     return cast_kernels.scale_from_amax(past, cast)
