@@ -450,7 +450,7 @@ def how(**changes):
         "value_scale": 0.7,
         "keep": "high",
     }
-    return layer.How(**{**settings, **changes})
+    return layer.AttentionSettings(**{**settings, **changes})
 
 
 def layer_inputs(dtype=torch.float32, d=16, v=8, length=19):

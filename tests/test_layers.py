@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from ottava.layers import how as how_layer
+from ottava.layers import gemms as gemms_layer
 from ottava.layers import mlp as mlp_layer
 from ottava.layers.blocks import LayerNormLinear, LayerNormMLP
 from ottava.layers.linear import Linear
@@ -92,9 +92,9 @@ def test_gradients_in_codes_are_those_of_the_plain_way(recipe, monkeypatch):
     that delayed scaling leaves its pass over the gradients."""
     x, grad = torch.randn(70, 128), torch.randn(70, 128)
     ways, passes = [], []
-    first = how_layer.swiglu_backward_first
+    first = gemms_layer.swiglu_backward_first
     counted = lambda *a: passes.append(1) or first(*a)  # noqa: E731
-    monkeypatch.setattr(how_layer, "swiglu_backward_first", counted)
+    monkeypatch.setattr(gemms_layer, "swiglu_backward_first", counted)
     for joined in (True, False):
         m = mlp(recipe=recipe)
         monkeypatch.setattr(mlp_layer, "joins", lambda recipe, joined=joined: joined)

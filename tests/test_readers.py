@@ -19,7 +19,7 @@ from ottava.config import Model
 from ottava.layers import attention as attention_layer
 from ottava.layers.autocast import autocast
 from ottava.layers.delayed import clock
-from ottava.layers.how import How
+from ottava.layers.gemms import LinearGemms
 from ottava.layers.linear import Linear
 from ottava.layers.norm import RMSNorm
 from ottava.layers.saved import carried_by
@@ -193,13 +193,13 @@ def test_a_layer_that_runs_again_notes_nothing_twice(keep):
 def test_a_frozen_reader_takes_the_codes_too(monkeypatch):
     """It keeps none for a gradient of its own, and casts nothing again."""
     got, want = model_of("mimo", "delayed"), apart(model_of("mimo", "delayed"))
-    casts, cast = [], How.cast
+    casts, cast = [], LinearGemms.cast
 
     def counted(how, operand, *args):
         casts.append((how.history, operand))
         return cast(how, operand, *args)
 
-    monkeypatch.setattr(How, "cast", counted)
+    monkeypatch.setattr(LinearGemms, "cast", counted)
     for o in [*outputs(got).values(), *outputs(want).values()]:
         o.weight.requires_grad_(False)
     results = [train(model, 2)[0] for model in (got, want)]

@@ -24,8 +24,7 @@ from ..kernels.cast import Quantized
 from ..kernels.rope import rope, rope_back, rope_int8
 from ..numerics.recipe import Cast, Recipe
 from .autocast import HIGH, recipe_in_force
-from .how import How as Reader
-from .how import carry_flat, flat
+from .gemms import LinearGemms, carry_flat, flat
 from .saved import cast_input, note_amax, save, saved
 from .weights import compute_dtype, grad_dtype_of, set_on, weight_values
 
@@ -34,7 +33,7 @@ _HEAD_ROW = Cast(granularity="row")  # e4m3, one scale per row of head dim
 
 
 @dataclass(frozen=True, kw_only=True)
-class How:
+class AttentionSettings:
     """What one attention computes and keeps. `keep`: "int8", "e4m3", or "high" (q, k, v as they
     are). `reader`: how the linear that reads the output runs on it, which makes the output's codes;
     None keeps the output itself."""
@@ -44,7 +43,7 @@ class How:
     window: int | None = None
     value_scale: float = 1.0
     keep: str = "int8"
-    reader: Reader | None = None
+    reader: LinearGemms | None = None
 
     def __post_init__(self) -> None:
         if self.keep not in ("int8", "e4m3", "high"):
@@ -98,7 +97,7 @@ class AttentionFunction(torch.autograd.Function):
     q, k [B, T, H or G, D] not yet rotated where cos, sin are given; v [B, T, G, V]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, cos, sin, sinks, documents, how: How):
+    def forward(ctx, q, k, v, cos, sin, sinks, documents, how: AttentionSettings):
         ctx.how, ctx.heads = how, (q.shape[2], k.shape[2])
         ctx.set_materialize_grads(False)  # the codes get no gradient: no zeros in their place
         ctx.dtypes = (q.dtype, k.dtype, v.dtype)
@@ -148,7 +147,7 @@ class AttentionFunction(torch.autograd.Function):
         return *grads, None, None, None if sinks is None else dsinks.to(ctx.sinks_dtype), None, None
 
 
-def attend(q, k, v, cos, sin, sinks, documents, how: How) -> Tensor:
+def attend(q, k, v, cos, sin, sinks, documents, how: AttentionSettings) -> Tensor:
     """[B, T, H, V], causal, carrying its codes where `how.reader` takes them."""
     out, *codes = AttentionFunction.apply(q, k, v, cos, sin, sinks, documents, how)
     if how.reader is not None:
@@ -158,7 +157,7 @@ def attend(q, k, v, cos, sin, sinks, documents, how: How) -> Tensor:
 
 def _kept(
     own: Recipe | None, keep: str, reader: nn.Module | None, q: Tensor
-) -> tuple[str, Reader | None]:
+) -> tuple[str, LinearGemms | None]:
     """(keep, how the reader runs on the output) under the recipes in force now. q: any tensor of the
     output's device and dtype. Nothing is kept without gradients, so the reader makes its own codes.
     """
@@ -182,7 +181,7 @@ class Attention(nn.Module):
     def forward(self, q, k, v, cos, sin, sinks=None, documents=None) -> Tensor:
         """[B, T, H, V] from q, k, v before rope. documents: int [B, T], runs of equal ids."""
         keep, reader = _kept(self.recipe, self.keep, self.reader, q)
-        how = How(
+        how = AttentionSettings(
             scale=self.softmax_scale,
             dtype=compute_dtype(q),
             window=self.window,
@@ -244,7 +243,7 @@ def hf_attention(
         )  # fmt: skip
     recipe, reader = (module.__dict__.get(name) for name in ("recipe", "reader"))
     keep, reader = _kept(recipe, "int8", reader, query)
-    how = How(
+    how = AttentionSettings(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dtype=compute_dtype(query),
         window=window,

@@ -143,7 +143,7 @@ class Operand:
         return grouped.grouped_cols(self.codes, groups.ends, scale, self.index), scale
 
 
-class How:
+class ExpertGemms:
     """The three grouped GEMMs of one expert layer under a recipe, and the casts before them."""
 
     __slots__ = ("casts", "dtype", "recipe", "stream")
@@ -328,7 +328,9 @@ def _scatter(weight_Tk: Tensor, groups: Groups) -> Tensor:
     return out
 
 
-def _inner(how: How, x: Operand, groups: Groups, w_gate_up: Tensor, row_weight: Tensor, factors):
+def _inner(
+    how: ExpertGemms, x: Operand, groups: Groups, w_gate_up: Tensor, row_weight: Tensor, factors
+):
     """The weighted inner activation [P, F], and gate and up as backward takes them."""
     both = how.output(x, groups, w_gate_up)
     if factors[0] is not None:
@@ -339,7 +341,9 @@ def _inner(how: How, x: Operand, groups: Groups, w_gate_up: Tensor, row_weight: 
     return h, codes if keeps else [gate, None, up, None]
 
 
-def _kept(how: How, values: Tensor | None, scale: Tensor | None, amax, index) -> Operand | None:
+def _kept(
+    how: ExpertGemms, values: Tensor | None, scale: Tensor | None, amax, index
+) -> Operand | None:
     """The saved input as an operand again, if it was saved."""
     if values is None:
         return None
@@ -368,7 +372,7 @@ class Experts(Stored, nn.Module):
         if recipe is HIGH and not coded and not self.adapters:
             return self._ottava_class.forward(self, x_Th, topk_index, topk_weight)
         stream = getattr(self.gate_up_proj, "_ottava_stream", 0)
-        how = How(recipe, compute_dtype(x_Th), stream)
+        how = ExpertGemms(recipe, compute_dtype(x_Th), stream)
         groups = Groups.of(topk_index, self.gate_up_proj.shape[0])
         with torch.autocast(x_Th.device.type, enabled=False):  # `how` has its dtype already
             return ExpertsFunction.apply(

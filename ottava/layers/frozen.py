@@ -15,7 +15,7 @@ from torch import nn
 from ..kernels.frozen import FrozenParameter
 from .autocast import recipe_in_force
 from .experts import Experts
-from .how import How
+from .gemms import LinearGemms
 from .linear import Linear
 from .saved import carried_by
 from .weights import compute_dtype, untraced
@@ -46,7 +46,7 @@ class FrozenFunction(torch.autograd.Function):
         return grad_x, grad_bias, None, None, None
 
 
-def _is_padded(how: How, weight: FrozenParameter) -> bool:
+def _is_padded(how: LinearGemms, weight: FrozenParameter) -> bool:
     """Whether FP8 products read the weight in its padded form."""
     return weight.position is not None and weight.reads_as(how.recipe.weight)
 
@@ -93,7 +93,7 @@ class FrozenLinear(_Frozen, Linear):
         if torch.compiler.is_compiling():
             return untraced(self.forward, x)
         recipe = recipe_in_force(self.recipe)
-        how = How(recipe, compute_dtype(x))
+        how = LinearGemms(recipe, compute_dtype(x))
         rows = None
         if recipe.output.fp8:
             carried = carried_by(x, recipe.input)

@@ -26,7 +26,7 @@ from ..numerics.recipe import Recipe, get_recipe
 from ..stretch import runs_again
 from .autocast import HIGH, recipe_in_force
 from .delayed import AmaxHistory
-from .how import How, flat, joined_grad_codes, joins
+from .gemms import LinearGemms, flat, joined_grad_codes, joins
 from .saved import carried_by, codes_of, noted_amax, save, saved
 from .waiting import leave, may_wait, take, whole
 from .weights import (
@@ -194,7 +194,7 @@ class Linear(Stored, nn.Linear):
             leave(x, module, y, (recipe, hows[0].dtype))
         return outs[0]
 
-    def how(self, recipe: Recipe, x: torch.Tensor) -> How:
+    def how(self, recipe: Recipe, x: torch.Tensor) -> LinearGemms:
         """How this linear runs on x under `recipe`; what makes x asks as well, to cast it (`reader`).
         Needs nothing of the weight but what is noted on it, so a sharded one may be elsewhere."""
         stream = getattr(self.weight, "_ottava_stream", 0)
@@ -203,9 +203,9 @@ class Linear(Stored, nn.Linear):
             history = AmaxHistory.of(self._history, recipe.history, self.weight, x)
             self._history = history
         record = self.training and torch.is_grad_enabled() and not runs_again()
-        return How(recipe, compute_dtype(x), history, stream, record)
+        return LinearGemms(recipe, compute_dtype(x), history, stream, record)
 
-    def _input_codes(self, x: torch.Tensor, how: How):
+    def _input_codes(self, x: torch.Tensor, how: LinearGemms):
         recipe = how.recipe
         wants_kept = recipe.keeps_codes and torch.is_grad_enabled() and self.weight.requires_grad
         if wants_kept:

@@ -23,7 +23,7 @@ from ..numerics.formats import BLOCK
 from ..numerics.recipe import Recipe
 from ..stretch import ends_after, remembered
 from .autocast import recipe_in_force
-from .how import flat, gated_amaxes, joins
+from .gemms import flat, gated_amaxes, joins
 from .linear import Linear
 from .saved import Kept, codes_of, noted_amax, save, saved
 from .weights import traceable, untraced, weight_rows

@@ -21,7 +21,7 @@ from ..numerics.recipe import Recipe, get_recipe
 from ..stretch import runs_again
 from .autocast import recipe_in_force
 from .delayed import AmaxHistory
-from .how import How, carry_flat, flat
+from .gemms import LinearGemms, carry_flat, flat
 from .saved import Kept, cast_input, note_amax, save, saved
 from .waiting import leave, may_wait, take, waits, whole
 from .weights import Stored, grad_dtype_of, weight_values
@@ -97,7 +97,7 @@ class _Norm(Stored):
         waiting = take(x, self, recipe_in_force(self.recipe))
         return _run(self, x)[0] if waiting is None else waiting
 
-    def how(self, recipe: Recipe, x: torch.Tensor) -> How:
+    def how(self, recipe: Recipe, x: torch.Tensor) -> LinearGemms:
         """How the output is cast, x being of its device and dtype: as its reader would, or where
         that is not known as a linear of its own would."""
         if self.reader is not None:
@@ -108,7 +108,7 @@ class _Norm(Stored):
         if recipe.delayed:
             self._history = AmaxHistory.of(self._history, recipe.history, self.weight, x)
         history = self._history if recipe.delayed else None
-        return How(recipe, x.dtype, history, record=self.training and not runs_again())
+        return LinearGemms(recipe, x.dtype, history, record=self.training and not runs_again())
 
 
 class RMSNorm(_Norm, nn.RMSNorm):

@@ -61,7 +61,7 @@ def transposes(cast: Cast) -> bool:
 def cast_input(x_MK: torch.Tensor, how, amax: torch.Tensor | None = None):
     """(rows, kept): codes of x for the output GEMM, and the form of them kept for grad_weight.
 
-    x_MK: any float dtype, 2-D; `how` is the reader's (layers/linear.py). One pass over x where
+    x_MK: any float dtype, 2-D; `how` is the reader's (layers/gemms.py). One pass over x where
     both orders are needed. amax: fp32 (1,) where the kernel that made x found it.
     """
     if transposes(how.recipe.input):

@@ -22,7 +22,7 @@ from .saved import Kept, carry, noted_amax, transposes
 from .weights import grad_dtype_of, weight_cols, weight_rows, weight_values
 
 
-class How:
+class LinearGemms:
     """One linear's compute: its recipe, the dtype of the high-precision parts, and the amax
     history where scaling is delayed. Its methods are the three GEMMs and the casts before them."""
 
@@ -130,7 +130,7 @@ def joins(recipe: Recipe) -> bool:
     return gemms and plain and recipe.keeps_codes and recipe.grad_output.format == "e5m2"
 
 
-def joined_grad_codes(hows: list[How], grads: list[torch.Tensor], weights: list[Quantized]):
+def joined_grad_codes(hows: list[LinearGemms], grads: list[torch.Tensor], weights: list[Quantized]):
     """(rows, columns of each) codes of grads_MN of linears whose recipe `joins`, for one grad_input
     GEMM with the joined weights, and for each its own grad_weight."""
     cast, found = hows[0].recipe.grad_output, []
@@ -144,7 +144,10 @@ def joined_grad_codes(hows: list[How], grads: list[torch.Tensor], weights: list[
 
 
 def gated_amaxes(
-    hows: tuple[How, How, How], grad_h: torch.Tensor, kept: list, h_amax: torch.Tensor | None
+    hows: tuple[LinearGemms, LinearGemms, LinearGemms],
+    grad_h: torch.Tensor,
+    kept: list,
+    h_amax: torch.Tensor | None,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], Quantized | None]:
     """(amaxes, where new ones go, columns of h) for `swiglu_backward_codes`, for hows of gate, up and
     down whose recipe `joins`. kept: gate and up as `swiglu` kept them. h_amax: h's in forward, fp32
@@ -182,7 +185,7 @@ def flat(rows: Quantized | None, kept: Kept | None) -> tuple[torch.Tensor | None
     )
 
 
-def carry_flat(y: torch.Tensor, how: How, rows, rows_scale, kept, kept_scale) -> None:
+def carry_flat(y: torch.Tensor, how: LinearGemms, rows, rows_scale, kept, kept_scale) -> None:
     """Let codes that `flat` gave travel with y to the linear whose `how` cast them. Not under
     torch.compile, which merges equal casts by itself."""
     if torch.compiler.is_compiling():
