@@ -16,6 +16,7 @@ from .convert import convert
 from .convert import plan as make_plan
 from .models.fp8_checkpoint import load_fp8, load_vectors
 from .models.load import holds_fp8, load_config, load_model, skeleton
+from .models.moe import Router, freeze_router
 from .models.storage import RESIDUAL_BITS
 from .numerics.policy import Plan
 from .optim.adamw import AdamW
@@ -74,6 +75,12 @@ def convert_for(run: Run, model: nn.Module, device: str | torch.device) -> Plan 
     `device`: where the run will compute. Raises ValueError when nothing is eligible for FP8.
     """
     settings, p = run.settings, run.precision
+    if run.model.freeze_router:
+        if not any(isinstance(m, Router) for m in model.modules()):
+            raise ConfigError(
+                f"model.freeze_router: a {type(model).__name__} has no router; remove the key"
+            )
+        freeze_router(model)
     plan = None
     if settings.recipe is not None:
         plan = make_plan(

@@ -29,6 +29,7 @@ class Model:
     layout: str = key("auto", "With a path to FP8 files: how q, k, v are laid out; released (Xiaomi's "
                       "files), canonical ([Q | K | V]), auto where the files say it.",
                       choices=("auto", "canonical", "released"))  # fmt: skip
+    freeze_router: bool = key(False, "Routers train neither weight nor correction bias.")
 
 
 @dataclass(frozen=True, kw_only=True)

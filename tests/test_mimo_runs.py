@@ -5,10 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from tiny_run import tiny_run
 
 from ottava import prepare
-from ottava.config import load_run
+from ottava.config import ConfigError, load_run
 from ottava.models.load import load_config, load_model
+from ottava.models.moe import Router
 from ottava.monitor.metrics import read_metrics
 from ottava.train.trainer import Trainer
 
@@ -64,5 +67,68 @@ def test_nano_trains_on_the_cpu(tmp_path):
     assert len(losses) == 8 and result.skipped == 0
     assert sum(losses[-3:]) / 3 < losses[0] - 1.0, losses
     assert result.eval_loss < 5.2
+    for name, low, high in (
+        ("load_cv", 0.0, 2.0),
+        ("load_peak", 1.0, 2.0),
+        ("load_cold", 0.0, 0.5),
+    ):
+        values = read_metrics(tmp_path).series("step", name)[1]
+        assert len(values) == 8 and all(low <= v <= high for v in values), name
     lines = [json.loads(x) for x in (tmp_path / "run.jsonl").read_text().splitlines()]
     assert [x["kind"] for x in lines].count("observe") == 2
+
+
+def test_load_statistics_are_of_the_whole_step(tmp_path):
+    """Two micro-batches; frozen routers; against the routers' own choices, counted by hooks."""
+    run = tiny_run(tmp_path, "fp8", train={"accumulate": 2}, model={"freeze_router": True})
+    trainer = Trainer(run)
+    routers = [m for m in trainer.model.modules() if isinstance(m, Router)]
+    counts = [torch.zeros(r.num_experts) for r in routers]
+
+    def count(number):
+        def hook(_module, _args, out):
+            counts[number] += torch.bincount(out[0].flatten(), minlength=len(counts[number]))
+
+        return hook
+
+    for number, router in enumerate(routers):
+        router.register_forward_hook(count(number))
+    before = [(r.weight.clone(), r.e_score_correction_bias.clone()) for r in routers]
+    load = trainer.step_once().load
+    each = [c / c.mean() for c in counts]
+    assert counts[0].sum() == 2 * 2 * 16 * routers[0].top_k  # two micro-batches of two sequences
+    assert load[0] == pytest.approx(max(c.std(correction=0).item() for c in each), rel=1e-5)
+    assert load[1] == pytest.approx(max(c.max().item() for c in each), rel=1e-5)
+    assert load[2] == pytest.approx(sum((c == 0).float().mean().item() for c in each) / len(each))
+    for router, (weight, bias) in zip(routers, before, strict=True):
+        assert torch.equal(router.weight, weight) and torch.equal(
+            router.e_score_correction_bias, bias
+        )
+        assert router.tokens_per_expert is None
+    trained = Trainer(tiny_run(tmp_path, "fp8", out="trained"))
+    before = [
+        m.e_score_correction_bias.clone() for m in trained.model.modules() if isinstance(m, Router)
+    ]
+    trained.step_once()
+    after = [m.e_score_correction_bias for m in trained.model.modules() if isinstance(m, Router)]
+    assert all(not torch.equal(a, b) for a, b in zip(after, before, strict=True))
+
+
+def test_a_model_without_experts_has_no_load(tmp_path):
+    dense = {"name": "dense-100m", "overrides": {
+        "num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "vocab_size": 272}}  # fmt: skip
+    trainer = Trainer(tiny_run(tmp_path, "amp", steps=3, model=dense))
+    assert trainer.step_once().load is None
+    Trainer(trainer.config).run(quiet=True)
+    assert all("load_cv" not in line for line in read_metrics(tmp_path / "run").of("step"))
+    with pytest.raises(ConfigError, match=r"freeze_router: a MiMoForCausalLM has no router"):
+        Trainer(tiny_run(tmp_path, "amp", model={**dense, "freeze_router": True}))
+
+
+def test_the_report_draws_the_load(tmp_path):
+    from ottava.bench.report import write_report
+
+    Trainer(tiny_run(tmp_path, "amp", steps=3)).run(quiet=True)
+    page = write_report(tmp_path / "run").read_text()
+    assert "Expert load: standard deviation over mean" in page and "Cold experts" in page

@@ -20,6 +20,9 @@ _CURVES = (
     ("tok_per_s", "Throughput", "tok/s"),
     ("memory_gib", "Peak memory", "GiB"),
     ("scale", "Loss scale", "scale"),
+    ("load_cv", "Expert load: standard deviation over mean, worst layer", "CV"),
+    ("load_peak", "Expert load: largest over mean, worst layer", "times the mean"),
+    ("load_cold", "Cold experts: share without a token", "share"),
 )
 _SHARES = (
     ("saturated", "Saturated: share of an operand that its 8-bit cast clipped"),

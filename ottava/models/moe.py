@@ -126,13 +126,10 @@ class Router(nn.Module):
         self.tokens_per_expert = count if past is None else past + count
 
 
-@torch.no_grad()
-def update_router_bias(model: nn.Module, rate: float, group=None) -> dict[str, Tensor]:
-    """After an optimizer step: push each router's bias towards even load, and zero the counters.
+def take_loads(model: nn.Module, group=None) -> dict[str, Tensor]:
+    """Per router name the selections since the last call, int64 [E]; the counters begin anew.
 
-    Loads are summed over `group` (the default process group where one exists). bias += rate *
-    (sign(mean - load), centred); selection does not see a common shift. A frozen router only has
-    its counter cleared. Returns per router name the global load, int64 [E].
+    Summed over `group` (the default process group where one exists), all of which call this.
     """
     loads = {}
     for name, router in model.named_modules():
@@ -142,10 +139,27 @@ def update_router_bias(model: nn.Module, rate: float, group=None) -> dict[str, T
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.all_reduce(load, group=group)
         loads[name] = load
+    return loads
+
+
+@torch.no_grad()
+def balance(model: nn.Module, loads: dict[str, Tensor], rate: float) -> None:
+    """Push the bias of each router that is not frozen towards even load.
+
+    bias += rate * (sign(mean - load), centred); selection does not see a common shift.
+    """
+    for name, load in loads.items():
+        router = model.get_submodule(name)
         if not router.frozen and rate:
             load = load.to(torch.float32)
             step = (load.mean() - load).sign() * rate
             router.e_score_correction_bias += step - step.mean()
+
+
+def update_router_bias(model: nn.Module, rate: float, group=None) -> dict[str, Tensor]:
+    """After an optimizer step: `take_loads`, `balance`; returns the loads."""
+    loads = take_loads(model, group)
+    balance(model, loads, rate)
     return loads
 
 
@@ -158,6 +172,15 @@ def load_statistics(loads: dict[str, Tensor]) -> dict[str, Tensor]:
         cold = (load == 0).float().mean()
         out[name] = torch.stack([load.std(correction=0) / mean, load.max() / mean, cold])
     return out
+
+
+def worst_load(loads: dict[str, Tensor]) -> list[Tensor]:
+    """Of a step's loads: coefficient of variation and peak over mean, each of the worst layer, and
+    the share of all experts without a token. Nothing for no loads."""
+    if not loads:
+        return []
+    each = torch.stack(list(load_statistics(loads).values()))
+    return [each[:, 0].amax(), each[:, 1].amax(), each[:, 2].mean()]
 
 
 def freeze_router(model: nn.Module, frozen: bool = True) -> None:

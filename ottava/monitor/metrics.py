@@ -11,7 +11,10 @@ counts). Kinds and their fields:
              precision ("fp8" | "high"), scale (loss scale; null without), data_ms (waiting for
              batches), cause (what is wrong with the step; "" if nothing), first_bad ([module or
              parameter, "weight" | "output" | "loss" | "grad_output" | "gradient"]: where numbers
-             first were not finite; null where that is not so, or not known)
+             first were not finite; null where that is not so, or not known). With experts also
+             load_cv (standard deviation over mean of their loads) and load_peak (largest over mean),
+             each of the worst layer, and load_cold (share of all experts without a token): of the
+             whole step, all ranks
     observe  one step looked into, every monitor.every steps (observe.py); numbers in four digits:
              rows: row -> operand ("input", "weight", "grad_output"; "output" has error_db alone) ->
                amax, scale (the largest), saturated (share clipped), underflowed (share not zero

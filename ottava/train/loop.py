@@ -204,6 +204,7 @@ class _Loop:
             "data_ms": 1e3 * result.data_seconds,
             "cause": result.cause,
             "first_bad": result.first_bad,
+            **dict(zip(("load_cv", "load_peak", "load_cold"), result.load or (), strict=False)),
         }
 
     def _announce_switch(self) -> None:

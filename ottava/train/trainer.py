@@ -29,7 +29,7 @@ from ..distributed.choose import strategy_of
 from ..layers.autocast import autocast
 from ..layers.delayed import clock, discard_amax
 from ..models.mimo import MiMoPreTrainedModel
-from ..models.moe import update_router_bias
+from ..models.moe import balance, take_loads, worst_load
 from ..monitor.locate import tracing
 from ..monitor.observe import Observation, Observer
 from ..monitor.trackers import check_installed
@@ -52,7 +52,8 @@ class StepResult:
     """What one step did. `loss`: nats per valid token of the whole window. `grad_norm`: before
     clipping. `tokens`: read, valid or not. `cause`: what is wrong with a bad step, and why nothing
     changed, where not `stepped`; `first_bad`: (module or parameter, operand) where that began.
-    `data_seconds`: spent waiting for batches. `observed`: what the monitor saw, where it looked."""
+    `data_seconds`: spent waiting for batches. `observed`: what the monitor saw, where it looked.
+    `load`: how tokens spread over experts, see `worst_load`; None in a model without any."""
 
     step: int
     loss: float
@@ -65,6 +66,7 @@ class StepResult:
     first_bad: tuple[str, str] | None = None
     data_seconds: float = 0.0
     observed: dict[str, Any] | None = None
+    load: tuple[float, float, float] | None = None
 
 
 class Trainer:
@@ -102,6 +104,8 @@ class Trainer:
         self.router_rate = 0.0 if loaded else ROUTER_BIAS_RATE
         self.observer = Observer(self.model, self.plan, self.optimizer, every=run.monitor.every)
         self._look: Observation | None = None  # at the running step
+        self._loads: dict[str, torch.Tensor] = {}  # of the running step, by router
+        self._load: tuple[float, ...] | None = None
         self.health, self._rows = Health(run), Precision(self.model, self.plan)
         self._peaks = list(self.schedule.peaks)
         self.step = self.skipped = self.tokens = 0
@@ -145,7 +149,8 @@ class Trainer:
             discard_amax(self.parameters)
             self.skipped += 1
         self.health.note(loss, norm, bad=bool(cause) or not stepped)
-        update_router_bias(self.model, self.router_rate if stepped else 0.0)
+        balance(self.model, self._loads, self.router_rate if stepped else 0.0)
+        load, self._loads, self._load = self._load, {}, None
         self.optimizer.zero_grad(set_to_none=True)
         finite = math.isfinite(loss) and math.isfinite(norm)  # an explosion is no riddle
         first_bad = self._locate(window, valid) if cause and not finite else None
@@ -155,7 +160,7 @@ class Trainer:
         return StepResult(
             step=self.step, loss=loss, grad_norm=norm, tokens=tokens, lr=lr,
             stepped=stepped, seconds=time.perf_counter() - started, cause=cause,
-            first_bad=first_bad, data_seconds=data_seconds, observed=observed,
+            first_bad=first_bad, data_seconds=data_seconds, observed=observed, load=load,
         )  # fmt: skip
 
     def launch_step(self, window: list[Batch], valid: int) -> tuple[float, float, str, bool]:
@@ -174,6 +179,7 @@ class Trainer:
                                   loss.where(loss <= self.health.loss_limit, math.nan))  # fmt: skip
             self.strategy.backward(self.scaler.scale(loss), last=batch is window[-1])
 
+        self._loads = take_loads(self.model)
         self.scaler.unscale_(self.optimizer)
         loss_value, norm, cause = self._inspect(total)  # the one wait for the device in a step
         if look:
@@ -200,8 +206,10 @@ class Trainer:
         else:
             norm = self.strategy.norm(self.parameters)
             found = torch.zeros_like(norm)
-        values = torch.stack([t.reshape(()).to(total) for t in (total, norm, found)])
-        loss, norm, bad = values.tolist()
+        spread = worst_load(self._loads)
+        values = torch.stack([t.reshape(()).to(total) for t in (total, norm, found, *spread)])
+        loss, norm, bad, *load = values.tolist()
+        self._load = tuple(load) if load else None
         if self.handle is None and not math.isfinite(norm):
             # squares may have overflowed, no gradient
             norm = self.strategy.exact_norm(self.parameters)
@@ -254,7 +262,7 @@ class Trainer:
             self.handle.finish()
         self.optimizer.zero_grad(set_to_none=True)
         discard_amax(self.parameters)
-        update_router_bias(self.model, 0.0)
+        take_loads(self.model)
         resume.set_random_state(before)
         return next(filter(None, self.strategy.collect(trace.first_bad())), None)
 
