@@ -254,6 +254,19 @@ def test_a_key_that_would_be_ignored_is_an_error(key, value):
         MiMoV2Config(**{**TOY, key: value})
 
 
+def test_an_argument_that_would_be_ignored_is_an_error():
+    model, ids = toy(), torch.ones(1, 4, dtype=torch.int64)
+    for name, value in {
+        "output_attentions": True,
+        "return_dict": False,
+        "token_type_ids": ids,
+    }.items():
+        with pytest.raises(ValueError, match=f"the argument {name} is not known"):
+            model(input_ids=ids, **{name: value})
+    idle = {"output_attentions": None, "head_mask": False, "return_dict": True}
+    assert model(input_ids=ids, **idle).logits is not None
+
+
 def test_a_folder_is_loaded_whole_or_not_at_all(tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -120,14 +120,15 @@ class MiMoModel(MiMoPreTrainedModel):
         documents: Tensor | None = None,
         cache: DynamicCache | None = None,
         output_hidden_states: bool | None = None,
-        **_ignored,
+        **rest,
     ) -> BaseModelOutputWithPast:
         """Token ids [B, T] -> last_hidden_state [B, T, h], after the final norm.
 
         `documents` [B, T] int: a token sees only its own document. `attention_mask` [B, past + T]:
-        0 marks padding. Raises ValueError for neither or both of ids and embeddings, and for a
-        mask that is not two-dimensional.
+        0 marks padding. Raises ValueError for neither or both of ids and embeddings, for a mask that
+        is not two-dimensional, and for an argument that asks for what is not done here.
         """
+        _refuse(rest)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give exactly one of input_ids and inputs_embeds")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
@@ -188,6 +189,15 @@ class MiMoModel(MiMoPreTrainedModel):
                 loss, module.sequence_loss = module.sequence_loss, None
                 total = loss if total is None else total + loss
         return total
+
+
+def _refuse(arguments: dict) -> None:
+    """ValueError for an argument that would be ignored: any that transformers knows and this model
+    does not, unless its value asks for nothing (None, False) or for what is done (return_dict)."""
+    for name, value in arguments.items():
+        idle = value is True if name == "return_dict" else value is False
+        if value is not None and not idle:
+            raise ValueError(f"MiMo: the argument {name} is not known here; leave it out")
 
 
 def _documents(documents: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
