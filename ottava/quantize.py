@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .kernels import cast as cast_kernels
@@ -10,7 +12,7 @@ from .numerics.recipe import Cast
 
 
 def quantize(
-    x: torch.Tensor, format: str = "e4m3", granularity: str = "tensor", **cast
+    x: torch.Tensor, format: str = "e4m3", granularity: str = "tensor", **cast: Any
 ) -> Quantized:
     """x [..., K], any float dtype, as codes [M, K] (M: all leading dims) with FP32 scales.
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,13 @@ class GradScaler:
         )
         self._overflowed: bool | None = None  # of the steps since the last update; None: no step
 
-    def scale(self, outputs):
+    @overload
+    def scale(self, outputs: torch.Tensor) -> torch.Tensor: ...
+    @overload
+    def scale(self, outputs: list[Any]) -> list[Any]: ...
+    @overload
+    def scale(self, outputs: tuple[Any, ...]) -> tuple[Any, ...]: ...
+    def scale(self, outputs: Any) -> Any:
         """outputs * scale: a tensor, or nested lists and tuples of tensors."""
         if not self.enabled:
             return outputs
@@ -85,7 +91,7 @@ class GradScaler:
                 torch._foreach_mul_(grads, self.scale_value)
         return self._scaled(outputs)
 
-    def _scaled(self, outputs):
+    def _scaled(self, outputs: Any) -> Any:
         if isinstance(outputs, torch.Tensor):
             return outputs * self.scale_value
         if isinstance(outputs, Iterable):
@@ -106,7 +112,7 @@ class GradScaler:
         if found is not None:
             self._unscaled[optimizer] = found
 
-    def step(self, optimizer: torch.optim.Optimizer, *args, **kwargs) -> bool:
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> bool:
         """optimizer.step() unless a gradient is not finite. True when it stepped.
 
         Waits for the device: whether to step is decided on the host.
