@@ -270,9 +270,10 @@ def _dependent(row: Row, modules: dict[str, nn.Module], planned: dict[str, Row])
         return replace(row, reason=f"not fused: {why}")
     if row.kind == "attention":
         if near and near[0].recipe.keeps_codes:
-            return replace(
-                row, recipe=near[0].recipe, kept="q, k, v in int8 per head row; output codes"
-            )
+            recipe = near[0].recipe
+            codes = recipe.attention != "high"
+            form = f"in {recipe.attention} per head row" if codes else "in high precision"
+            return replace(row, recipe=recipe, kept=f"q, k, v {form}; output codes")
         return replace(row, reason="no 8-bit linear beside it")
     return row
 

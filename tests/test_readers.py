@@ -26,7 +26,7 @@ from ottava.layers.saved import carried_by
 from ottava.models.load import load_model
 from ottava.monitor.observe import _input_scale
 from ottava.numerics.policy import Plan
-from ottava.numerics.recipe import get_recipe
+from ottava.numerics.recipe import get_recipe, recipe_from_dict, recipe_to_dict
 from ottava.planner.memory import estimate_memory
 from ottava.recompute import wrap_recompute
 from ottava.train.heal import Precision
@@ -149,6 +149,34 @@ def test_the_history_is_what_the_reader_alone_would_have(name, recipe):
         assert o._history.ready[0] and o._history.amax[0, :3].unique().numel() == 3
         assert torch.equal(o._history.amax[0], p._history.amax[0])
         assert not o._history.pending.any()
+
+
+@pytest.mark.parametrize("keep, element, scale", [("int8", 1, 2), ("e4m3", 1, 4), ("high", 2, 0)])
+def test_a_recipe_says_what_attention_keeps_q_k_and_v_as(keep, element, scale):
+    recipe = replace(get_recipe("tensor"), attention=keep)
+    rows, width = 2 * 64 * 4, 16
+    want = 3 * rows * (element * width + scale) + rows * width + 4 * rows + 4
+    assert attention_and_output(recipe, 0) == want
+    assert recipe_from_dict(recipe_to_dict(recipe)) == recipe
+    assert ("qkv=" in str(recipe)) == (keep != "int8")
+    for name in NAMES:
+        model = model_of(name, recipe)
+        plan = model._ottava_plan
+        (row, *_) = (r for r in plan.rows if r.kind == "attention")
+        assert row.recipe == recipe and (keep in row.kept or keep == "high")
+        assert train(model, 1)[0].isfinite()
+        with autocast(recipe="block"):
+            assert train(model, 1)[0].isfinite()
+
+
+def test_recipes_from_before_keep_int8_and_a_wrong_word_is_refused():
+    data = recipe_to_dict(DELAYED)
+    del data["attention"]
+    assert recipe_from_dict(data) == DELAYED
+    with pytest.raises(
+        ValueError, match=r"Recipe\.attention: 'int4' is not one of int8, e4m3, high"
+    ):
+        replace(DELAYED, attention="int4")
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -282,8 +310,8 @@ def test_compiled_delayed_attention_agrees_with_eager(monkeypatch):
     torch.testing.assert_close(outs[3], outs[1])
     torch.testing.assert_close(*histories)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert attention_layer._kept(DELAYED, "int8", linear, qkv[0]) == ("int8", None)
-    tensor = attention_layer._kept(DELAYED, "int8", Linear(64, 64, recipe="tensor"), qkv[0])
+    assert attention_layer._kept(DELAYED, linear, qkv[0]) == ("int8", None)
+    tensor = attention_layer._kept(DELAYED, Linear(64, 64, recipe="tensor"), qkv[0])
     assert tensor[1].recipe == get_recipe("tensor")
 
 

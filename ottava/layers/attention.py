@@ -156,17 +156,21 @@ def attend(q, k, v, cos, sin, sinks, documents, how: AttentionSettings) -> Tenso
 
 
 def _kept(
-    own: Recipe | None, keep: str, reader: nn.Module | None, q: Tensor
+    own: Recipe | None, reader: nn.Module | None, q: Tensor
 ) -> tuple[str, LinearGemms | None]:
     """(keep, how the reader runs on the output) under the recipes in force now. q: any tensor of the
     output's device and dtype. Nothing is kept without gradients, so the reader makes its own codes.
     """
-    if not (torch.is_grad_enabled() and recipe_in_force(own).keeps_codes):
+    mine = recipe_in_force(own)
+    if not (torch.is_grad_enabled() and mine.keeps_codes):
         return "high", None
     recipe = HIGH if reader is None else recipe_in_force(reader.recipe)
     if recipe.input.scaling == "delayed" and torch.compiler.is_compiling():
-        return keep, None  # nothing travels there, and casts that note an amax are not merged
-    return keep, reader.how(recipe, q) if recipe.keeps_codes else None
+        return (
+            mine.attention,
+            None,
+        )  # nothing travels there, and casts that note an amax are not merged
+    return mine.attention, reader.how(recipe, q) if recipe.keeps_codes else None
 
 
 class Attention(nn.Module):
@@ -176,11 +180,10 @@ class Attention(nn.Module):
 
     recipe: Recipe | None = None
     reader: nn.Module | None = None
-    keep: str = "int8"
 
     def forward(self, q, k, v, cos, sin, sinks=None, documents=None) -> Tensor:
         """[B, T, H, V] from q, k, v before rope. documents: int [B, T], runs of equal ids."""
-        keep, reader = _kept(self.recipe, self.keep, self.reader, q)
+        keep, reader = _kept(self.recipe, self.reader, q)
         how = AttentionSettings(
             scale=self.softmax_scale,
             dtype=compute_dtype(q),
@@ -198,7 +201,7 @@ class Attention(nn.Module):
         return core.attend(*args, **kwargs)
 
     def extra_repr(self) -> str:
-        return f"window={self.window}, keep={self.keep}, {self.recipe}"
+        return f"window={self.window}, {self.recipe}"
 
 
 # ----------------------------------------------------------------- transformers' attention interface
@@ -242,7 +245,7 @@ def hf_attention(
             scaling=scaling, dropout=dropout, is_causal=is_causal, **kwargs,
         )  # fmt: skip
     recipe, reader = (module.__dict__.get(name) for name in ("recipe", "reader"))
-    keep, reader = _kept(recipe, "int8", reader, query)
+    keep, reader = _kept(recipe, reader, query)
     how = AttentionSettings(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         dtype=compute_dtype(query),

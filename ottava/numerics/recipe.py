@@ -19,6 +19,7 @@ Scaling = Literal["current", "delayed"]
 Rounding = Literal["nearest", "stochastic"]
 AmaxFrom = Literal["max", "most_recent"]
 Keep = Literal["auto", "codes", "high"]
+AttentionKeep = Literal["int8", "e4m3", "high"]
 
 
 def _choose(owner: str, name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -101,6 +102,8 @@ class Recipe:
     `keep`: what is kept of the input for `grad_weight`. "auto" keeps codes when that GEMM runs in
     FP8 and the high-precision input when it does not; "codes" always keeps codes (8-bit storage
     under high-precision compute: the `storage` preset); "high" always keeps high precision.
+    `attention`: what an attention keeps q, k and v as, where the recipe keeps codes: "int8" or "e4m3"
+    with one scale per head row, or "high" as they are.
     """
 
     name: str = "custom"
@@ -111,10 +114,12 @@ class Recipe:
     grad_input: Gemm = field(default_factory=Gemm)
     grad_weight: Gemm = field(default_factory=Gemm)
     keep: Keep = "auto"
+    attention: AttentionKeep = "int8"
     backend: str = "native"
 
     def __post_init__(self) -> None:
         _choose("Recipe", "keep", self.keep, get_args(Keep))
+        _choose("Recipe", "attention", self.attention, get_args(AttentionKeep))
         _choose("Recipe", "backend", self.backend, ("native",))
         if self.weight.scaling == "delayed":
             raise ValueError(
@@ -186,7 +191,10 @@ class Recipe:
             ("F" if g.fast_accum else "8") if g.fp8 else "-"
             for g in (self.output, self.grad_input, self.grad_weight)
         )
-        return f"{self.name}(x={self.input} w={self.weight} dy={self.grad_output} gemm={gemms})"
+        qkv = "" if self.attention == "int8" else f" qkv={self.attention}"
+        return (
+            f"{self.name}(x={self.input} w={self.weight} dy={self.grad_output} gemm={gemms}{qkv})"
+        )
 
 
 def _grained(name: str, *, input: str, weight: str, format: str = "e5m2", kind: str = "fp32"):
