@@ -257,6 +257,11 @@ def _check_preset(run: Run) -> None:
             f"precision.recipe: 'storage' computes nothing in FP8 but train.preset={name} asks for "
             "it; use train.preset=storage"
         )
+    if precision.attention != "int8" and preset.recipe is None:
+        raise ConfigError(
+            f"precision.attention: {precision.attention!r} does nothing under train.preset={name}, "
+            "which keeps no codes; use train.preset=fp8, fp8-lean or storage, or remove the key"
+        )
     for switch, off in (("start_fp8_at", 0.0), ("finish_bf16_at", 1.0)):
         if getattr(precision, switch) != off and preset.compute != "fp8":
             raise ConfigError(

@@ -6,6 +6,7 @@ Order: model -> plan -> convert -> gradient dtypes -> optimizer -> fused backwar
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from .models.load import holds_fp8, load_config, load_model, skeleton
 from .models.moe import Router, freeze_router
 from .models.storage import RESIDUAL_BITS
 from .numerics.policy import Plan
+from .numerics.recipe import get_recipe
 from .optim.adamw import AdamW
 from .optim.fused_backward import FusedBackward, fuse_backward
 
@@ -85,7 +87,7 @@ def convert_for(run: Run, model: nn.Module, device: str | torch.device) -> Plan 
     if settings.recipe is not None:
         plan = make_plan(
             model,
-            settings.recipe,
+            replace(get_recipe(settings.recipe), attention=p.attention),
             p.keep,
             policy=p.policy,
             first_last_high=p.first_last_high,

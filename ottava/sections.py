@@ -10,7 +10,7 @@ from typing import Any
 
 from .numerics.policy import POLICIES
 from .numerics.preset import MASTERS, PRESETS, RECOMPUTES, STATES
-from .numerics.recipe import RECIPES
+from .numerics.recipe import ATTENTION_KEEPS, RECIPES
 from .schema import key
 
 TRACKERS = ("tensorboard", "trackio", "wandb")  # monitor/trackers.py opens them
@@ -123,6 +123,8 @@ class Precision:
     """[precision]: which modules run in FP8, how, and when."""
 
     recipe: str = key("preset", "How FP8 linears scale.", choices=("preset", *RECIPES))
+    attention: str = key("int8", "What attention keeps q, k and v as, where a recipe keeps codes.",
+                         choices=ATTENTION_KEEPS)  # fmt: skip
     policy: str = key("default", "Which modules stay in high precision.",
                       choices=tuple(POLICIES))  # fmt: skip
     keep: tuple[str, ...] = key((), "Globs of module names that stay in high precision.")

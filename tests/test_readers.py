@@ -15,7 +15,7 @@ from tiny_run import MODEL, tiny_run
 from torch import nn
 
 import ottava
-from ottava.config import Model
+from ottava.config import ConfigError, Model
 from ottava.layers import attention as attention_layer
 from ottava.layers.autocast import autocast
 from ottava.layers.delayed import clock
@@ -30,6 +30,7 @@ from ottava.numerics.recipe import get_recipe, recipe_from_dict, recipe_to_dict
 from ottava.planner.memory import estimate_memory
 from ottava.recompute import wrap_recompute
 from ottava.train.heal import Precision
+from ottava.train.trainer import Trainer
 
 NAMES = ["llama", "mimo"]
 DELAYED = get_recipe("delayed")
@@ -455,3 +456,16 @@ def test_the_planner_counts_codes_alone_under_delayed_scaling(tmp_path):
         kept.append(estimate_memory(run).by_category["activations"])
     codes = 2 * 8 * 256 * 128  # of the outputs of two attentions
     assert 0 <= kept[1] - kept[0] < codes / 4
+
+
+def test_the_command_line_says_what_attention_keeps(tmp_path):
+    run = tiny_run(tmp_path, "fp8", steps=1, precision={"attention": "e4m3"})
+    trainer = Trainer(run)
+    assert all(r.recipe.attention == "e4m3" for r in trainer.plan.rows if r.recipe)
+    core = trainer.model.model.layers[0].self_attn.core
+    with torch.autocast("cpu", torch.bfloat16):
+        q, k, v = (torch.randn(1, 8, 2, 16).requires_grad_() for _ in range(3))
+        kept = core(q, k, v, None, None).grad_fn.saved_tensors
+    assert [t.dtype for t in kept[:6:2]] == [torch.float8_e4m3fn] * 3
+    with pytest.raises(ConfigError, match=r"precision\.attention: 'high' does nothing"):
+        tiny_run(tmp_path, "amp", precision={"attention": "high"})

@@ -20,6 +20,7 @@ Rounding = Literal["nearest", "stochastic"]
 AmaxFrom = Literal["max", "most_recent"]
 Keep = Literal["auto", "codes", "high"]
 AttentionKeep = Literal["int8", "e4m3", "high"]
+ATTENTION_KEEPS = get_args(AttentionKeep)
 
 
 def _choose(owner: str, name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -119,7 +120,7 @@ class Recipe:
 
     def __post_init__(self) -> None:
         _choose("Recipe", "keep", self.keep, get_args(Keep))
-        _choose("Recipe", "attention", self.attention, get_args(AttentionKeep))
+        _choose("Recipe", "attention", self.attention, ATTENTION_KEEPS)
         _choose("Recipe", "backend", self.backend, ("native",))
         if self.weight.scaling == "delayed":
             raise ValueError(
