@@ -459,7 +459,7 @@ def test_the_planner_counts_codes_alone_under_delayed_scaling(tmp_path):
 
 
 def test_the_command_line_says_what_attention_keeps(tmp_path):
-    run = tiny_run(tmp_path, "fp8", steps=1, precision={"attention": "e4m3"})
+    run = tiny_run(tmp_path, "fp8", precision={"attention": "e4m3"})
     trainer = Trainer(run)
     assert all(r.recipe.attention == "e4m3" for r in trainer.plan.rows if r.recipe)
     core = trainer.model.model.layers[0].self_attn.core
