@@ -1,7 +1,14 @@
 """Delayed scaling's memory: amax per module and operand, committed after every real optimizer step.
 
-A step that is skipped commits nothing, so it leaves no trace; any optimizer works, because the
-commit hangs on torch's own step hook. The same hook counts steps for stochastic rounding.
+A step that is skipped commits nothing, so it leaves no trace. The same hook counts steps for
+stochastic rounding.
+
+The hook is one for the process, set when this file is imported, and so is the clock: any optimizer
+is to work, and an optimizer knows its parameters and nothing of the modules that read them. Owned by
+a model or a trainer, both would have to be handed to every optimizer that someone builds, and one
+that was not would train with scales that never move, without a word. What is owned is: a history
+belongs to its module, and goes with it (parameters know theirs weakly). An optimizer of parameters
+that no history hangs on costs a dictionary look-up a step.
 """
 
 from __future__ import annotations
@@ -177,7 +184,9 @@ def _after_step(optimizer: torch.optim.Optimizer, _args, kwargs) -> None:
 
 
 class Clock:
-    """Seed and step for stochastic rounding of operands. The trainer sets both on resume."""
+    """Seed and step for stochastic rounding of operands. The trainer sets both on resume. Steps are
+    those of all optimizers of the process (see above): what counts is that no two steps share one.
+    """
 
     def __init__(self) -> None:
         self.seed, self.step = 0, 0
