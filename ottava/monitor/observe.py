@@ -94,14 +94,18 @@ class Observation:
                 self._add(("parameters", name, "grad_norm"), norms[p])
 
     def finish(self) -> dict[str, Any]:
-        """What was seen, as plain data (see metrics.py). The one wait for the device."""
+        """What was seen, as plain data (see metrics.py). The one wait for the device, and before it
+        one for moments that live on the host."""
+        if (host := getattr(self.observer.optimizer, "host", None)) is not None:
+            host.synchronize()
         for name, p in self._named:
             change = torch.linalg.vector_norm(sample_of(p, _VALUES) - self._before[name])
             self._add(("parameters", name, "change"), change)
             state = self.observer.optimizer.state.get(p, {})
             for moment in ("m", "v"):
                 if moment in state:
-                    self._add(("parameters", name, f"{moment}_zero"), zero_share(state[moment]))
+                    share = zero_share(state[moment]).to(change.device)
+                    self._add(("parameters", name, f"{moment}_zero"), share)
         self._weights_as_operands()
         flat = torch.stack([v.detach().reshape(()).double() for v in self._values]).tolist()
         out: dict[str, Any] = {"rows": {}, "parameters": {}, "experts": {}}
