@@ -21,6 +21,7 @@ from .sections import (
     Ema,
     Heal,
     Log,
+    Lora,
     Model,
     Monitor,
     Optimizer,
@@ -42,6 +43,7 @@ class Run:
     device: str = key("auto", "auto takes the GPU where there is one.",
                       choices=("auto", "cpu", "cuda"))  # fmt: skip
     model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)
     train: Train = field(default_factory=Train)
     optimizer: Optimizer = field(default_factory=Optimizer)
@@ -65,6 +67,8 @@ class Run:
         """
         preset, opt = PRESETS[self.train.preset], self.optimizer
         master = preset.master if opt.master == "preset" else opt.master
+        if self.lora.rank and opt.master == "preset":
+            master = "fp32"  # of adapters, which are few
         param = preset.param_dtype
         if preset.compute in ("fp8", "storage"):
             param = "fp32" if master == "fp32" else "bf16"
@@ -132,6 +136,7 @@ class Run:
         check_values(self)
         for rule in (
             _check_model_and_data,
+            _check_lora,
             _check_steps,
             _check_preset,
             _check_gradients,
@@ -211,6 +216,22 @@ def data_parts(data: Data) -> list[tuple[Data, float]]:
                 "in 1,024; raise it, or remove the source"
             )
     return parts
+
+
+def _check_lora(run: Run) -> None:
+    lora = run.lora
+    if not lora.rank:
+        if lora != Lora():
+            raise ConfigError("lora: does nothing with lora.rank=0; set a rank, such as 16")
+        return
+    if not run.model.path or run.model.random_init:
+        raise ConfigError(
+            "lora.rank: adapters train on top of a model that was trained; give it as model.path"
+        )
+    if lora.experts and lora.dropout:
+        raise ConfigError("lora.dropout: adapters of experts take none; use dropout=0")
+    if run.distributed.strategy != "single":
+        raise ConfigError("lora.rank: adapters train in one process as yet; use strategy=single")
 
 
 def _check_steps(run: Run) -> None:

@@ -15,6 +15,9 @@ from torch import nn
 from .config import ConfigError, Run
 from .convert import convert
 from .convert import plan as make_plan
+from .frozen import load_frozen
+from .layers.adapters import adapt_experts
+from .lora import add_lora
 from .models.fp8_checkpoint import load_fp8, load_vectors
 from .models.load import holds_fp8, load_config, load_model, skeleton
 from .models.moe import Router, freeze_router
@@ -53,12 +56,10 @@ def ready_model(run: Run, device: torch.device) -> tuple[nn.Module, Plan | None]
     is filled group by group. Raises ValueError as `load_model` and `load_fp8` do, nothing half-loaded.
     """
     m = run.model
+    if run.lora.rank:
+        return _adapted(run, device)
     if m.random_init or not (m.path and holds_fp8(m.path)):
-        if m.layout != "auto":
-            raise ConfigError(
-                f"model.layout: {m.layout!r} is for FP8 files, and {m.path} holds none (its "
-                "config.json has no FP8 quantization_config); remove the key"
-            )
+        _refuse_layout(run)
         model = build_model(run, device)
         return model, convert_for(run, model, device)
     dtype = DTYPES[run.settings.param_dtype]
@@ -69,6 +70,30 @@ def ready_model(run: Run, device: torch.device) -> tuple[nn.Module, Plan | None]
     master = run.settings.master if run.settings.master in RESIDUAL_BITS else None
     load_fp8(m.path, model, layout, master=master, device=device)
     return model, plan
+
+
+def _adapted(run: Run, device: torch.device) -> tuple[nn.Module, Plan | None]:
+    """The same for adapters on a frozen base: FP8 files stay codes, everything else is BF16."""
+    m = run.model
+    dtype = torch.float32 if run.settings.compute == "fp32" else torch.bfloat16
+    if holds_fp8(m.path):
+        layout = None if m.layout == "auto" else m.layout
+        model = load_frozen(m.path, layout, overrides=m.overrides, dtype=dtype, device=device)
+    else:
+        _refuse_layout(run)
+        model = load_model(m.path, overrides=m.overrides, dtype=dtype, device=device)
+    add_lora(model, run.lora)
+    plan = convert_for(run, model, device)
+    adapt_experts(dict(model.named_modules()))  # without a plan too
+    return model, plan
+
+
+def _refuse_layout(run: Run) -> None:
+    if run.model.layout != "auto":
+        raise ConfigError(
+            f"model.layout: {run.model.layout!r} is for FP8 files, and {run.model.path} holds none "
+            "(its config.json has no FP8 quantization_config); remove the key"
+        )
 
 
 def convert_for(run: Run, model: nn.Module, device: str | torch.device) -> Plan | None:

@@ -33,6 +33,18 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lora:
+    """[lora]: adapters on a frozen base, whose FP8 files stay in memory as they are. Needs PEFT."""
+
+    rank: int = key(0, "Rank of the adapters; 0: the whole model trains.", low=0)
+    alpha: float = key(32.0, "Adapters are added alpha / rank times.", above=0.0)
+    dropout: float = key(0.0, "Dropout before adapters.", low=0.0, below=1.0)
+    targets: tuple[str, ...] = key(("all-linear",), "Names of linears that get adapters; all-linear: "
+                                   "every one but the head.")  # fmt: skip
+    experts: bool = key(False, "Routed experts get adapters too.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """[data]: the tokens."""
 

@@ -46,7 +46,7 @@ def run_of(folder, preset="fp8-lean", layout="released", **sections):
         "precision": {"policy": "mimo"},
     }  # fmt: skip
     for name, changes in sections.items():
-        plain[name] |= changes
+        plain[name] = plain.get(name, {}) | changes
     return run_from_dict(plain)
 
 

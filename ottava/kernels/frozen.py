@@ -10,6 +10,8 @@ Shapes: [N, K] under scale [n, k], or [E, N, K] under [E, n, k] (experts, blocks
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import nn
 
@@ -28,10 +30,17 @@ class FrozenParameter(nn.Parameter):
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """code * scale, in FP32 and rounded once to `dtype`; the parameter's own rows."""
         if self.dim() == 3:
-            each = [Quantized(c, s, "block") for c, s in zip(self.data, self.scale, strict=True)]
-            return torch.stack([q.dequantize(dtype) for q in each])
+            return torch.stack(list(self.pieces(dtype)))
         values = self.padded().dequantize(dtype)
         return values if self.position is None else values[self.position]
+
+    def pieces(self, dtype: torch.dtype = torch.float32) -> Iterator[torch.Tensor]:
+        """The values, an expert at a time."""
+        if self.dim() == 2:
+            yield self.dequantize(dtype)
+            return
+        for codes, scale in zip(self.data, self.scale, strict=True):
+            yield Quantized(codes, scale, "block").dequantize(dtype)
 
     def reads_as(self, cast: Cast) -> bool:
         """Whether a GEMM that casts its weight so can read the codes as they are."""

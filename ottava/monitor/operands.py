@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..kernels import cast as cast_kernels
+from ..kernels.frozen import FrozenParameter
 from ..kernels.split import SplitParameter, unpack_split
 from ..layers.delayed import AmaxHistory
 from ..numerics.formats import BLOCK, FORMATS
@@ -78,8 +79,12 @@ def scale_in_force(history: AmaxHistory | None, operand: str, cast: Cast) -> Ten
 @torch.no_grad()
 def weight_pieces(p: Tensor, rows: int = 0) -> Iterator[Tensor]:
     """The values of a parameter, FP32, along its first dim in pieces (of `rows`, where given); also
-    of a split master."""
+    of a split master and, whole or by expert, of frozen codes."""
     p = local(p)
+    if isinstance(p, FrozenParameter):
+        for piece in p.pieces():
+            yield piece if p.dim() == 2 else piece[None]
+        return
     count = p.shape[0] if p.dim() else 1
     each = rows or max(PIECE // max(p.numel() // max(count, 1), 1), 1)
     for begin in range(0, count, each):

@@ -51,7 +51,11 @@ class CheckpointError(RuntimeError):
 
 
 def _named_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(parameters and persistent buffers under original names, tied once; alias -> that name)."""
+    """(parameters and persistent buffers under original names, tied once; alias -> that name).
+
+    Of a model with adapters, what trains alone: its base lies where it was loaded from."""
+    if "_ottava_adapters" in model.__dict__:
+        return {n: p for n, p in model.named_parameters() if p.requires_grad}, {}
     found: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
     first: dict[int, str] = {}

@@ -1,7 +1,8 @@
 """From a run's checkpoint, or from FP8 files, to a plain Hugging Face folder.
 
 Formats: "bf16" (plain safetensors; `dtype` may make them fp16 or fp32), "fp8" (canonical blocks),
-"released" (FP8 as Xiaomi lays it out). See models/fp8_layout.py.
+"released" (FP8 as Xiaomi lays it out); see models/fp8_layout.py. "adapter": of a run with [lora], the
+folder that PEFT reads; the other formats add its adapters to the base, in FP32, first.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..config import Run, run_from_dict
+from ..lora import merged, save_adapter
 from ..models.fp8_checkpoint import load_fp8
 from ..models.fp8_convert import convert_fp8
 from ..models.fp8_match import mtp_blocks
 from ..models.fp8_save import save_fp8
-from ..models.load import load_model
+from ..models.load import holds_fp8, load_model, skeleton
 from ..models.shards import Shards
 from .checkpoint import Checkpoint, CheckpointError, checkpoints, latest_good
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-FORMATS = {"bf16": None, "fp8": "canonical", "released": "released"}  # -> layout
+FORMATS = {"bf16": None, "fp8": "canonical", "released": "released", "adapter": None}  # -> layout
 _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json",
     "vocab.json", "merges.txt", "added_tokens.json", "chat_template.jinja",
@@ -72,7 +75,7 @@ def export(
     With format "bf16", floating-point weights become `dtype`, except those that the model itself
     keeps in FP32 (router). layout: of FP8 files given as `path`, where they do not say it.
     Raises CheckpointError when there is nothing to export, FileExistsError when `out` holds files,
-    ValueError for unknown names and for what `load_fp8` refuses.
+    ValueError for unknown names, for what `load_fp8` refuses, and for "adapter" where there is none.
     """
     out, path = Path(out), Path(path)
     for option, value, known in (("--dtype", dtype, DTYPES), ("--format", format, FORMATS)):
@@ -84,6 +87,8 @@ def export(
         raise FileExistsError(f"{out}: is not empty; give another folder")
     # Blocks are cut from the master weights, not from their BF16 roundings.
     kept = DTYPES[dtype] if format == "bf16" else torch.float32
+    if format == "adapter":
+        return _export_adapter(path, out)
     if (path / "config.json").exists() and not (path / "manifest.json").exists():
         step, passed_over, files = None, [], path
         model = _of_files(path, kept)
@@ -96,13 +101,25 @@ def export(
             raise ValueError("--layout: goes with a folder of FP8 files, not with a checkpoint")
         checkpoint, passed_over = find_checkpoint(path)
         step, files = checkpoint.step, checkpoint.path
-        model = _from_checkpoint(checkpoint, kept)
+        run = _adapted_run(checkpoint)
+        model = (
+            _from_checkpoint(checkpoint, kept) if run is None else _merged(checkpoint, run, kept)
+        )
     if format == "bf16":
         model.save_pretrained(out)
     elif step is not None:
         save_fp8(model, out, FORMATS[format])
     _copy_tokenizer(files, out)
     return Exported(out, step, dtype if format == "bf16" else format, tuple(passed_over))
+
+
+def _export_adapter(path: Path, out: Path) -> Exported:
+    checkpoint, passed_over = find_checkpoint(path)
+    run = _adapted_run(checkpoint)
+    if run is None:
+        raise ValueError(f"--format adapter: {path} is no run with [lora]; use bf16 or fp8")
+    save_adapter(checkpoint.tensors("model"), run.lora, run.model.path, out)
+    return Exported(out, checkpoint.step, "adapter", tuple(passed_over))
 
 
 def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
@@ -120,6 +137,27 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
     model.load_state_dict(weights, assign=True)
     model.tie_weights()
     return model
+
+
+def _adapted_run(checkpoint: Checkpoint) -> Run | None:
+    """The run of a checkpoint that holds adapters alone, else None."""
+    stored = checkpoint.skeleton.get("run")
+    if not stored or not checkpoint.section("run").get("lora", {}).get("rank"):
+        return None
+    run = checkpoint.section("run")
+    known = {k: run[k] for k in ("model", "lora")}
+    return run_from_dict(known)
+
+
+def _merged(checkpoint: Checkpoint, run: Run, dtype: torch.dtype) -> nn.Module:
+    """The run's base with its adapters added in FP32, then in `dtype`."""
+    m = run.model
+    if holds_fp8(m.path):
+        model = skeleton(m.path, overrides=m.overrides)
+        load_fp8(m.path, model, None if m.layout == "auto" else m.layout)
+    else:
+        model = load_model(m.path, overrides=m.overrides)
+    return merged(model, checkpoint.tensors("model"), run.lora).to(dtype)
 
 
 def _of_files(folder: Path, dtype: torch.dtype) -> nn.Module:
