@@ -8,6 +8,7 @@ from html import escape
 from statistics import median
 from typing import Any
 
+from ..distributed.traffic import KINDS
 from ..monitor.diagnose import findings
 from ..monitor.facts import Facts
 from ..monitor.metrics import Metrics
@@ -39,7 +40,7 @@ def run_page(metrics: Metrics, others: Sequence[tuple[str, Metrics]] = ()) -> st
     body = [_losses(name, run, [(n, Facts(m)) for n, m in others])]
     body += _curves(run)
     body += [_heat(run, field, title) for field, title in _SHARES if run.observed]
-    body += [_memory(run), _time(run), _gradients(run)]
+    body += [_memory(run), _time(run), _sent(run), _gradients(run)]
     body += ["<h2>What diagnose says</h2>", _diagnosis(run)]
     notes = _notes(metrics)
     if notes:
@@ -124,6 +125,20 @@ def _time(run: Facts) -> str:
             split["compute"] = max(split["compute"] - split[label], 0.0)
     return stacked_bars(
         [("a step", split)], list(split), title="Time of a step (median)", unit="ms"
+    )
+
+
+def _sent(run: Facts) -> str:
+    """What ranks sent each other in a step, by kind."""
+    split = {}
+    for kind in KINDS:
+        values = [v for _, v in run.numbers(f"{kind}_mib")]
+        if values:
+            split[kind.replace("_", "-")] = median(values)
+    if not split:
+        return ""
+    return stacked_bars(
+        [("a step", split)], list(split), title="Carried by collectives (median)", unit="MiB"
     )
 
 

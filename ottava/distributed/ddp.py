@@ -8,7 +8,7 @@ gradients whose dtype is not the parameter's nor parameters that are codes, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ class DDP(Ranks):
         # backward meets the parameters in about the reverse of the order in which they were made
         trainable = [p for p in model.parameters() if p.requires_grad]
         nbytes = int(self.config.distributed.bucket_mib * 2**20)
-        self.reducer = Reducer(reversed(trainable), nbytes)
+        self.reducer = Reducer(reversed(trainable), nbytes, self.traffic.wait)
         return self.optimizer
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
@@ -90,7 +90,13 @@ class Reducer:
     """Sums the gradients of `parameters` over ranks during the backward between `begin` and
     `finish`. Buckets leave in one order, the same on every rank, each as soon as it is complete."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[torch.Tensor],
+        bucket_bytes: int,
+        wait: Callable[[dist.Work], None] = dist.Work.wait,
+    ) -> None:
+        self._wait = wait
         self.buckets: list[Bucket] = []
         self.running = False
         self._bucket_of: dict[torch.Tensor, Bucket] = {}
@@ -137,7 +143,7 @@ class Reducer:
             self._launch_next()
         dist.all_reduce(mask, dist.ReduceOp.MAX)
         for work in self._works:
-            work.wait()
+            self._wait(work)
         for p, present in zip(self._bucket_of, mask.tolist(), strict=True):
             if not present:
                 p.grad = None

@@ -22,6 +22,7 @@ from ..config import ConfigError, Run
 from ..layers.delayed import agree_amax, clock
 from ..optim.loss_scaler import GradScaler
 from .strategy import Strategy
+from .traffic import Traffic
 
 
 class RankLost(RuntimeError):
@@ -35,6 +36,7 @@ class Ranks(Strategy):
         super().__init__(run)
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
+        self.traffic = Traffic()
 
     def device(self, wanted: str) -> torch.device:
         """This rank's own GPU, or the CPU; joins the process group, which depends on it."""
@@ -52,6 +54,7 @@ class Ranks(Strategy):
         return device
 
     def _join(self, device: torch.device) -> None:
+        self.traffic.install()
         if dist.is_initialized():
             return
         backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"

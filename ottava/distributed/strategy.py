@@ -27,6 +27,7 @@ from ..optim.clip import fast_norm, grad_norm
 from ..optim.fused_backward import FusedBackward
 from ..optim.loss_scaler import GradScaler
 from .shards import Rows
+from .traffic import Traffic
 
 
 class Strategy:
@@ -39,6 +40,7 @@ class Strategy:
     shares = False  # whether state is given as `Rows`, which every rank writes to a file of its own
     rank = 0
     world = 1
+    traffic: Traffic | None = None  # what is sent, where there are others
 
     def __init__(self, run: Run) -> None:
         self.config = run

@@ -9,7 +9,8 @@ counts). Kinds and their fields:
     step     loss (nats per token), grad_norm (null in a fused step), lr, tokens, tok_per_s, step_ms,
              percent (of the machine's speed, see speed.py), memory_gib (peak), stepped (bool),
              precision ("fp8" | "high"), scale (loss scale; null without), data_ms (waiting for
-             batches), cause (what is wrong with the step; "" if nothing), first_bad ([module or
+             batches), on several ranks comm_ms (in collectives; not on a GPU) and all_gather_mib,
+             reduce_scatter_mib, all_reduce_mib, ... (what they carry, see distributed/traffic.py), cause (what is wrong with the step; "" if nothing), first_bad ([module or
              parameter, "weight" | "output" | "loss" | "grad_output" | "gradient"]: where numbers
              first were not finite; null where that is not so, or not known). With experts also
              load_cv (standard deviation over mean of their loads) and load_peak (largest over mean),

@@ -202,6 +202,8 @@ class _Loop:
             "precision": "fp8" if self.was_eight_bit else "high",
             "scale": trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
             "data_ms": 1e3 * result.data_seconds,
+            **{f"{kind}_mib": nbytes / 2**20 for kind, nbytes in result.sent.items()},
+            **({} if result.waited is None else {"comm_ms": 1e3 * result.waited}),
             "cause": result.cause,
             "first_bad": result.first_bad,
             **dict(zip(("load_cv", "load_peak", "load_cold"), result.load or (), strict=False)),

@@ -16,7 +16,7 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,10 @@ class StepResult:
     """What one step did. `loss`: nats per valid token of the whole window. `grad_norm`: before
     clipping. `tokens`: read, valid or not. `cause`: what is wrong with a bad step, and why nothing
     changed, where not `stepped`; `first_bad`: (module or parameter, operand) where that began.
-    `data_seconds`: spent waiting for batches. `observed`: what the monitor saw, where it looked.
-    `load`: how tokens spread over experts, see `worst_load`; None in a model without any."""
+    `data_seconds`: spent waiting for batches. `sent`: bytes of the collectives, by kind, and
+    `waited`: seconds in them (None on a GPU, where they are queued); see distributed/traffic.py.
+    `observed`: what the monitor saw, where it looked. `load`: how tokens spread over experts, see
+    `worst_load`; None in a model without any."""
 
     step: int
     loss: float
@@ -65,6 +67,8 @@ class StepResult:
     cause: str = ""
     first_bad: tuple[str, str] | None = None
     data_seconds: float = 0.0
+    sent: dict[str, int] = field(default_factory=dict)
+    waited: float | None = None
     observed: dict[str, Any] | None = None
     load: tuple[float, float, float] | None = None
 
@@ -125,7 +129,9 @@ class Trainer:
             return self._step_once()
 
     def _step_once(self) -> StepResult:
-        started = time.perf_counter()
+        started, traffic = time.perf_counter(), self.strategy.traffic
+        if traffic is not None:
+            traffic.reset()
         window = [next(self.data.train) for _ in range(self.config.train.accumulate)]
         data_seconds = time.perf_counter() - started
         valid = sum(batch["num_valid"] for batch in window)
@@ -161,6 +167,8 @@ class Trainer:
             step=self.step, loss=loss, grad_norm=norm, tokens=tokens, lr=lr,
             stepped=stepped, seconds=time.perf_counter() - started, cause=cause,
             first_bad=first_bad, data_seconds=data_seconds, observed=observed, load=load,
+            sent=dict(traffic.nbytes) if traffic is not None else {},
+            waited=traffic.seconds if traffic is not None and self.device.type == "cpu" else None,
         )  # fmt: skip
 
     def launch_step(self, window: list[Batch], valid: int) -> tuple[float, float, str, bool]:
