@@ -346,6 +346,11 @@ def _check_distributed(run: Run) -> None:
             f"distributed.deepspeed: does nothing under distributed.strategy={strategy}; use "
             "strategy=deepspeed, or remove the key"
         )
+    if run.distributed.replicas > 1 and strategy != "fsdp2":
+        raise ConfigError(
+            f"distributed.replicas: does nothing under distributed.strategy={strategy}; use "
+            "strategy=fsdp2, or remove the key"
+        )
     if strategy != "single" and run.train.graph == "on":
         raise ConfigError(
             "train.graph: 'on', but gradients are exchanged between ranks; use train.graph=auto"

@@ -180,6 +180,8 @@ class Distributed:
         600.0, "A rank that has not answered for so long is given up.", above=0.0
     )
     bucket_mib: float = key(25.0, "ddp: gradients reduced at a time.", above=0.0)
+    replicas: int = key(1, "fsdp2: groups of ranks of which each shares out a whole model; over 1: "
+                        "gradients are also summed over the groups (HSDP).", low=1)  # fmt: skip
     gather: str = key("fp8", "fsdp2: how the weights of FP8 layers travel: fp8 (as codes), or full.",
                       choices=("fp8", "full"))  # fmt: skip
     deepspeed: str = key("", "deepspeed: its JSON configuration.")

@@ -60,18 +60,35 @@ class FSDP2(Ranks):
     def prepare(self, model: nn.Module) -> AdamW:
         self.part_ways(model)
         self.forward = model
-        device = next(model.parameters()).device
+        mesh = self._mesh(next(model.parameters()).device)
         masters = self._masters(model)
         self.casts = self._casts(model)
-        self.units = _shard(model, init_device_mesh(device.type, (self.world,)), masters)
+        self.units = _shard(model, mesh, masters)
         self.agreed = self._travel_as_codes(model, masters)
         model.register_forward_hook(_share_again)
         self.optimizer = prepare.make_optimizer(self.config, model)
         for group in self.optimizer.param_groups:
             # other rows are rounded with other random bits
-            group["seed"] += self.rank << 16
+            group["seed"] += mesh.get_local_rank(mesh.ndim - 1) << 16
         self._check_moments(model)
         return self.optimizer
+
+    def _mesh(self, device: torch.device) -> DeviceMesh:
+        """The ranks in a row, or in rows of which each shares out the whole model."""
+        replicas = self.config.distributed.replicas
+        self.sharers, rest = divmod(self.world, replicas)
+        if rest or self.sharers < 2:
+            raise ConfigError(
+                f"distributed.replicas: {self.world} rank(s) are not {replicas} group(s) of 2 or "
+                "more that share a model out; start more, or use strategy=ddp or single"
+            )
+        if replicas == 1:
+            mesh = init_device_mesh(device.type, (self.world,))
+        else:
+            names = ("replicate", "shard")
+            mesh = init_device_mesh(device.type, (replicas, self.sharers), mesh_dim_names=names)
+        self.group = mesh.get_group(mesh.ndim - 1)
+        return mesh
 
     # ---- which weights travel as codes ----
 
@@ -135,7 +152,7 @@ class FSDP2(Ranks):
             if p.requires_grad and eight_bit and not groups_end_with_shares(p):
                 raise ConfigError(
                     f"optimizer.states: 8bit keeps groups of 128, and {name} {list(p.shape)} does "
-                    f"not fall into {self.world} shares of whole groups; use optimizer.states=bf16"
+                    f"not fall into {self.sharers} shares of whole groups; use optimizer.states=bf16"
                 )
 
     # ---- a step ----
@@ -143,7 +160,7 @@ class FSDP2(Ranks):
     def fuse(self, model: nn.Module) -> FusedBackward | None:
         if not self.config.settings.fused:
             return None
-        handle = fuse_backward(model, self.optimizer, measure=True, ranks=_Reduced)
+        handle = fuse_backward(model, self.optimizer, measure=True, ranks=_Reduced(self.group))
         for unit in self.units:
             # before any of the unit's shards is updated, all ranks know whether one will be
             unit.module.set_all_reduce_hook(handle.look)
@@ -155,13 +172,14 @@ class FSDP2(Ranks):
 
     def norm(self, parameters: list[torch.Tensor]) -> torch.Tensor:
         square = norm_of([local(p.grad) for p in parameters if p.grad is not None]).square()
-        dist.all_reduce(square)
+        dist.all_reduce(square, group=self.group)
         return square.sqrt()
 
     def exact_norm(self, parameters: list[torch.Tensor]) -> float:
         grads = [local(p.grad) for p in parameters if p.grad is not None]
         norms = [float(torch.linalg.vector_norm(g, dtype=torch.float64)) for g in grads]
-        return math.sqrt(self.sum(math.fsum(n * n for n in norms))[0])
+        replicas = self.config.distributed.replicas
+        return math.sqrt(self.sum(math.fsum(n * n for n in norms))[0] / replicas)
 
     # ---- state ----
 
@@ -204,8 +222,10 @@ class FSDP2(Ranks):
                     as_codes = own is not None and sent.element_size() == 1
                     coded += p.numel() if as_codes else 0
                     rest += 0 if as_codes else p.numel() * sent.element_size()
+        replicas = self.world // self.sharers
+        each = f" ({replicas} groups of {self.sharers})" if replicas > 1 else ""
         return [
-            f"{self.world} ranks, fsdp2 in {len(self.units)} groups: a gather of all weights moves "
+            f"{self.world} ranks{each}, fsdp2 in {len(self.units)} groups: a gather of all weights moves "
             f"{coded / 2**20:,.1f} MiB of FP8 codes and {rest / 2**20:,.1f} MiB in full"
         ]
 
@@ -275,9 +295,11 @@ class _Reduced:
 
     all_max = staticmethod(all_max)
 
-    @staticmethod
-    def all_sum(values: torch.Tensor) -> None:
-        dist.all_reduce(values)
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+
+    def all_sum(self, values: torch.Tensor) -> None:
+        dist.all_reduce(values, group=self.group)
 
 
 def _shard(model: nn.Module, mesh: DeviceMesh, masters: dict[Place, Master]) -> list[Unit]:
