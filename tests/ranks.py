@@ -9,6 +9,8 @@ import traceback
 
 import torch
 
+from ottava.distributed.ranks import leave
+
 
 def free_port():
     """A port of this machine that nobody listens on."""
@@ -41,6 +43,7 @@ def _child(world, rank, port, work, folder):
         sys.stdout = sys.stderr = os.fdopen(2, "w", buffering=1)
         result = work(rank)
         torch.save(result, folder / f"rank{rank}.pt")
+        leave()
         code = 0
     except SystemExit as e:
         code = e.code if isinstance(e.code, int) else 1

@@ -2,7 +2,7 @@
 
 Counts, losses and decisions are agreed on through the CPU (gloo), so that no rank waits for its
 device and so that a rank that dies is noticed by the others at the next agreement: its sockets
-close. Gradients and weights go through the device's own backend.
+close. Whoever does not get so far is ended by watch.py. Gradients and weights go through the device's own backend.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from ..layers.delayed import agree_amax, clock
 from ..optim.loss_scaler import GradScaler
 from .strategy import Strategy
 from .traffic import Traffic
+from .watch import Watch
 
 
 class RankLost(RuntimeError):
@@ -62,7 +63,17 @@ class Ranks(Strategy):
         dist.init_process_group(
             backend, timeout=seconds, device_id=device if device.type == "cuda" else None
         )
-        atexit.register(_leave)
+        try:
+            _process["watch"] = Watch(self.rank, self.world, self.on_main)
+        except OSError as e:
+            raise ConfigError(
+                f"distributed: rank {self.rank} cannot reach rank 0 at "
+                f"{os.environ.get('MASTER_ADDR')}, to notice a rank that dies: {e}"
+            ) from e
+        atexit.register(leave)
+
+    def failed(self) -> None:
+        _process.pop("watch", None)  # so that it says no goodbye: the others are to end, too
 
     def part_ways(self, model: nn.Module) -> None:
         """After the weights are made: see that they are the same everywhere, then let every rank
@@ -148,6 +159,15 @@ def all_max(values: torch.Tensor) -> None:
     dist.all_reduce(values.nan_to_num_(nan=torch.inf, posinf=torch.inf), dist.ReduceOp.MAX)
 
 
-def _leave() -> None:
+_process: dict[str, Watch] = {}  # as many as there are process groups: one
+
+
+def leave() -> None:
+    """End in order: the other ranks need not end with this one."""
+    watch = _process.pop("watch", None)
+    if watch is not None:
+        watch.goodbye()
     if dist.is_initialized():
         dist.destroy_process_group()
+    if watch is not None:
+        watch.close()

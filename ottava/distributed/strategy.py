@@ -137,6 +137,9 @@ class Strategy:
         """Where whole weights are copied into the model."""
         return nullcontext()
 
+    def failed(self) -> None:
+        """This rank cannot go on, for a reason that it has said: the others are to end, too."""
+
     def folder(self, out: str) -> Path:
         """Where this rank's own lines go: the run's folder, or ranks/<rank> in it."""
         return Path(out) if self.is_main else Path(out) / "ranks" / str(self.rank)

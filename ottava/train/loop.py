@@ -69,6 +69,7 @@ def run(trainer: Trainer, *, quiet: bool = False) -> RunResult:
             return loop.finish(agreed(stop.requested, strategy))
         except BaseException as e:
             loop.fail(e)
+            trainer.strategy.failed()
             raise
         finally:
             loop.metrics.close()
