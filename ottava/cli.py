@@ -375,8 +375,7 @@ def export(
     source: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint, or FP8 files.")],
     to: Annotated[Path, typer.Argument(help="The folder to write; new or empty.")],
     format: Annotated[
-        str,
-        typer.Option(help="bf16, fp8 (128 x 128 blocks), released (Xiaomi's layout), or adapter."),
+        str, typer.Option(help="bf16, fp8 (128 x 128 blocks), released (Xiaomi's), or adapter.")
     ] = "bf16",
     dtype: Annotated[str, typer.Option(help="With --format bf16: bf16, fp16 or fp32.")] = "bf16",
     layout: Annotated[

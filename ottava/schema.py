@@ -106,10 +106,10 @@ def _unknown(prefix: str, name: str, cls: type, root: type, is_section: bool) ->
     near = difflib.get_close_matches(name, names, 1)
     sections = {n: t for n, t in get_type_hints(root).items() if is_dataclass(t)}
     elsewhere = [s for s, t in sections.items() if name in {f.name for f in fields(t)}]
-    if near:
-        hint = f"did you mean {prefix}{near[0]}?"
-    elif elsewhere:
+    if elsewhere:
         hint = f"did you mean {elsewhere[0]}.{name}?"
+    elif near:
+        hint = f"did you mean {prefix}{near[0]}?"
     else:
         hint = f"choose one of {', '.join(names)}"
     return f"{prefix}{name}: unknown {'section' if is_section else 'key'}; {hint}"

@@ -51,10 +51,8 @@ class CheckpointError(RuntimeError):
 
 
 def _named_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(parameters and persistent buffers under original names, tied once; alias -> that name).
-
-    Of a model with adapters, what trains alone: its base lies where it was loaded from."""
-    if "_ottava_adapters" in model.__dict__:
+    """(parameters and persistent buffers under original names, tied once; alias -> that name)."""
+    if "_ottava_adapters" in model.__dict__:  # the base lies where it was loaded from
         return {n: p for n, p in model.named_parameters() if p.requires_grad}, {}
     found: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -69,11 +67,9 @@ def _named_tensors(model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str,
         for name, value in own:
             # torch.compile's wrapper adds a level
             name = f"{prefix}.{name}".replace("_orig_mod.", "").lstrip(".")
-            if id(value) in first:
-                if first[id(value)] != name:
-                    aliases[name] = first[id(value)]
+            if first.setdefault(id(value), name) != name:
+                aliases[name] = first[id(value)]
             else:
-                first[id(value)] = name
                 found[name] = value
     return found, aliases
 
