@@ -126,6 +126,7 @@ def convert(
                 "convert before sharding, with the plan made from this model"
             )
     _warn_of_earlier(plan)
+    _warn_of_experts(plan)
     for number, row in enumerate(plan.rows):
         _apply(modules[row.name], row, plan, number, activations)
     link_blocks(modules)
@@ -148,6 +149,21 @@ def _warn_of_earlier(plan: Plan) -> None:
             "already and stay so; ottava.revert(model) first to keep them in high precision",
             stacklevel=3,
         )
+
+
+def _warn_of_experts(plan: Plan) -> None:
+    """Experts are nearly all of a MoE model's weights: say so where they stay as they are."""
+    left = [r for r in plan.rows if r.kind == "experts" and r.recipe is None and not r.plain]
+    share = sum(r.params for r in left) / max(sum(r.params for r in plan.rows), 1)
+    if plan.num_fp8 and share > _UNNOTICED:
+        warnings.warn(
+            f"convert: {share:.0%} of the weights stay in high precision, in {len(left)} modules of "
+            f"experts (first {left[0].name}: {left[0].reason})",
+            stacklevel=3,
+        )
+
+
+_UNNOTICED = 0.2  # share of the weights that may stay as they are without a word
 
 
 def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) -> None:
