@@ -25,7 +25,7 @@ reverting are in `test_cases_use.py`.
 | bitsandbytes#152, #227 | test_moment_table_built_wrongly; test_moments |
 | bitsandbytes#2080; pytorch/ao#463; OneTrainer#996 | test_adamw |
 | sd_dreambooth_extension#1417, ai-toolkit#1034, lightly-train#892 | test_ema |
-| torchtitan#2262, transformers#42654, maxtext#5293 | test_experts: test_case_63..65 |
+| torchtitan#2262, transformers#42654, maxtext#5293 | test_experts, test_cases_moe: test_case_63..65 |
 | sglang#31017, torchtitan#1593, Megatron-LM#2976 | test_mimo_family, test_mimo |
 | TransformerEngine#1429, Megatron-Bridge#3744 | test_memory |
 | miles#2198, verl-omni#539 | test_observe, test_trainer: test_a_streak_of_skips_... |

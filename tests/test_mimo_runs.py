@@ -1,6 +1,7 @@
 """The runs of MiMo models in runs/: what they train, and that the one for a CPU does."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,3 +133,24 @@ def test_the_report_draws_the_load(tmp_path):
     Trainer(tiny_run(tmp_path, "amp", steps=3)).run(quiet=True)
     page = write_report(tmp_path / "run").read_text()
     assert "Expert load: standard deviation over mean" in page and "Cold experts" in page
+
+
+def test_the_page_about_mimo_names_what_exists():
+    text = (RUNS.parent / "docs" / "mimo.md").read_text()
+    names = re.findall(
+        r"`(mimo-v[\w.-]+|mimo-7b|nano|tiny|small|base|mid|large|pro-\w+-\w+)`", text
+    )
+    assert len(names) > 10
+    for name in names:
+        load_config(name)
+    assert set(re.findall(r"^\| `runs/(\w+)\.toml` \|", text, re.M)) == set(NAMES)
+    for line in re.findall(r"^ottava train run.toml (.*)$", text, re.M):
+        given = [w.split("=")[0] for w in line.split()]
+        assert given[:2] == ["model.path", "model.layout"]
+        plain = {
+            "model.overrides.num_nextn_predict_layers",
+            "lora.rank",
+            "lora.targets",
+            "lora.experts",
+        }
+        assert set(given[2:]) <= plain
