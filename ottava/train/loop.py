@@ -267,7 +267,7 @@ def _held(trainer: Trainer) -> dict[str, float]:
     if trainer.ema is not None:
         sizes["running average"] = list(trainer.ema.shadow.values())
     held = {
-        name: sum(local(t).numel() * t.element_size() for t in tensors) / 2**30
+        name: sum(local(t).nbytes for t in tensors) / 2**30
         for name, tensors in sizes.items()
         if tensors
     }
