@@ -23,6 +23,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from ottava.distributed.shards import rows_of, shared
 from ottava.kernels.split import unpack_split
 from ottava.train.checkpoint import Checkpoint, CheckpointError, checkpoints
+from ottava.train.evaluate import find_source, load_weights
 from ottava.train.export import export
 from ottava.train.shard_files import file_name, stored_in, write_rows
 
@@ -76,6 +77,7 @@ def test_two_then_one_then_three_ranks(tmp_path, monkeypatch):
     path = checkpoints(tmp_path / "moved" / "checkpoints")[0][1]
     files = {p.name for p in path.iterdir()}
     assert {file_name(0, 2), file_name(1, 2)} <= files and "split.safetensors" not in files
+    assert "model.safetensors" not in files  # which would be half of one
     assert len(Checkpoint.open(path).stored("model")) == len(weights) + 1  # and a buffer
     manifest = json.loads((path / "manifest.json").read_text())["files"]
     assert {file_name(0, 2), file_name(1, 2)} <= manifest.keys()
@@ -115,6 +117,8 @@ def test_two_then_one_then_three_ranks(tmp_path, monkeypatch):
     done = export(path, tmp_path / "exported", dtype="fp32")
     plain = load_file(done.folder / "model.safetensors")
     assert torch.equal(plain[name], one_value(weights[name]))
+    model = load_weights(find_source(path), "live", torch.float32, torch.device("cpu"))
+    assert torch.equal(model.get_parameter(name), plain[name])
 
 
 def one_value(parts):

@@ -190,7 +190,7 @@ class FSDP2(Ranks):
     def whole(self, t: torch.Tensor) -> torch.Tensor | Rows | dict[str, Rows]:
         if getattr(t, "local_split", None) is not None:
             return {name: rows_of(part) for name, part in t.parts().items()}
-        return rows_of(t) if isinstance(t, DTensor) else t
+        return rows_of(t) if t.dim() else t  # (what is no DTensor lies with the rows, on rank 0)
 
     def share(self, value: Any, like: torch.Tensor) -> torch.Tensor:
         return shared(value, like)

@@ -25,7 +25,7 @@ from ..models.load import holds_fp8, load_config, load_model, skeleton
 from .checkpoint import Checkpoint
 from .corpus import read_corpus
 from .data import IGNORE, load_data
-from .export import DTYPES, find_checkpoint
+from .export import DTYPES, find_checkpoint, model_of
 from .forward import Batch, inputs_of
 from .sequences import Stream
 from .sources import DataError, read_documents
@@ -109,6 +109,8 @@ def load_weights(source: Source, kind: str, dtype: torch.dtype, device: torch.de
     if holds_fp8(folder):
         model = skeleton(folder, dtype=first)
         load_fp8(folder, model)
+    elif source.checkpoint is not None and not (source.folder / "model.safetensors").exists():
+        model = model_of(source.checkpoint, first)  # every rank wrote its share
     else:
         model = load_model(folder, dtype=first)
     if kind == "ema":

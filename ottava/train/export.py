@@ -102,9 +102,7 @@ def export(
         checkpoint, passed_over = find_checkpoint(path)
         step, files = checkpoint.step, checkpoint.path
         run = _adapted_run(checkpoint)
-        model = (
-            _from_checkpoint(checkpoint, kept) if run is None else _merged(checkpoint, run, kept)
-        )
+        model = model_of(checkpoint, kept) if run is None else _merged(checkpoint, run, kept)
     if format == "bf16":
         model.save_pretrained(out)
     elif step is not None:
@@ -122,8 +120,8 @@ def _export_adapter(path: Path, out: Path) -> Exported:
     return Exported(out, checkpoint.step, "adapter", tuple(passed_over))
 
 
-def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
-    """The checkpoint's model on the CPU, in `dtype`."""
+def model_of(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
+    """The checkpoint's model on the CPU, in `dtype`. Raises CheckpointError."""
     if not (checkpoint.path / "config.json").exists():
         raise checkpoint.refused("has no config.json: its model is not a Hugging Face model")
     model = load_model(str(checkpoint.path), dtype=dtype, device="meta", random_init=True)
