@@ -6,6 +6,7 @@ import math
 import os
 
 import pytest
+from kept_codes import kept_after_forward, shapes_of
 from ranks import run_ranks
 from test_distributed import steps
 from tiny_run import tiny_run
@@ -190,3 +191,17 @@ def test_zero_skips_a_bad_step_on_all_ranks(tmp_path):
         return bad.stepped, kept, t.step_once().stepped
 
     assert run_ranks(2, work, tmp_path, seconds=600) == [(False, True, True)] * 2
+
+
+@needs_deepspeed
+def test_zero3_layers_keep_no_cast_of_a_gathered_weight(tmp_path):
+    """A byte a parameter of every layer between forward and backward would be more than a share."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    run = ds_run(tmp_path, "fp8", {"zero_optimization": {"stage": 3}}, train={"micro_batch": 1})
+
+    def work(rank):
+        t = Trainer(run)
+        return kept_after_forward(t, shapes_of(t.model))
+
+    for made, kept in run_ranks(2, work, tmp_path, seconds=600):
+        assert made >= 8 and not kept

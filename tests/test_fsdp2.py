@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.fsdp._fully_shard._fsdp_collectives as collectives
 from gathered import whole
+from kept_codes import kept_after_forward, shapes_of
 from ranks import run_ranks
 from test_checkpoint import same
 from test_distributed import steps
@@ -66,11 +67,10 @@ def test_two_ranks_give_the_losses_of_one_that_accumulates(tmp_path, case):
             assert all(same(weights[n], p.detach()) for n, p in one.model.named_parameters())
 
 
-@pytest.mark.parametrize("preset", ["bf16", "fp8-lean"])
-def test_rounded_masters_and_8bit_moments_stay_within_their_noise(tmp_path, preset):
+def test_rounded_masters_and_moments_stay_within_their_noise(tmp_path):
     master = {"optimizer": {"master": "bf16"}}
-    curve = steps(alone(tmp_path, preset, **master), 4)
-    both = run_ranks(2, lambda rank: steps(sharded(tmp_path, preset, **master), 4), tmp_path)
+    curve = steps(alone(tmp_path, "bf16", **master), 4)
+    both = run_ranks(2, lambda rank: steps(sharded(tmp_path, "bf16", **master), 4), tmp_path)
     assert both[0] == both[1]
     for (loss, norm, _), (loss1, norm1, _) in zip(both[0], curve, strict=True):
         assert loss == pytest.approx(loss1, rel=1e-3) and norm == pytest.approx(norm1, rel=2e-2)
@@ -136,6 +136,18 @@ def test_fp8_weights_travel_as_bytes_with_one_scale(tmp_path):
         assert len(checks) >= 3 and linears >= len(checks)
         assert all(ok and error < 0.04 for ok, error in checks)
         assert held <= 0.52 * total
+
+
+@pytest.mark.parametrize("recipe", ["tensor", "row", "block"])
+def test_no_layer_keeps_a_cast_of_a_gathered_weight(tmp_path, recipe):
+    sections = {"distributed": FSDP2 | {"gather": "full"}, "precision": {"recipe": recipe}}
+
+    def work(rank):
+        t = sharded(tmp_path, "fp8", **sections)
+        return kept_after_forward(t, shapes_of(t.model))
+
+    for made, kept in run_ranks(2, work, tmp_path):
+        assert made >= 8 and not kept
 
 
 def test_one_rank_overflows_and_all_skip(tmp_path):
@@ -211,25 +223,19 @@ def test_resumed_on_two_one_and_three_ranks(tmp_path):
     assert (tmp_path / "exported" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("preset", ["fp8", "fp8-lean"])
-def test_stopped_and_continued_gives_the_same_bits(tmp_path, preset):
-    master = {"optimizer": {"master": "bf16"}} if preset == "fp8-lean" else {}
+def test_stopped_and_continued_gives_the_same_bits(tmp_path):
+    def run(out, number, save=False):
+        def work(rank):
+            t = sharded(tmp_path, "fp8", out=out)
+            got = steps(t, number)
+            if save:
+                t.save()
+            return got
 
-    def straight(rank):
-        return steps(sharded(tmp_path, preset, out="straight", **master), 3)
+        return run_ranks(2, work, tmp_path)
 
-    def first(rank):
-        t = sharded(tmp_path, preset, out="stopped", **master)
-        got = steps(t, 1)
-        t.save()
-        return got
-
-    def second(rank):
-        return steps(sharded(tmp_path, preset, out="stopped", **master), 2)
-
-    expected = run_ranks(2, straight, tmp_path)
-    got = [a + b for a, b in zip(run_ranks(2, first, tmp_path), run_ranks(2, second, tmp_path),
-                                 strict=True)]  # fmt: skip
+    expected = run("straight", 3)
+    got = [a + b for a, b in zip(run("stopped", 1, save=True), run("stopped", 2), strict=True)]
     assert got == expected
 
 

@@ -60,6 +60,14 @@ def test_a_run_says_what_its_ranks_send(tmp_path):
                 gathers += times * 2 * share * size
                 codes += times * 2 * share if size == 1 else 0
                 reduces += 2 * share * (4 if p.dtype == torch.float32 else 2)
+        held = read_metrics(strategy.folder(t.config.out)).of("memory")[0]["gib"]
+        rows = [(p, getattr(p, "local_split", p)) for p in t.parameters]
+        residuals = sum(own.residual.nbytes for _, own in rows if hasattr(own, "residual"))
+        codes_too = sum(p._local_tensor.nbytes for p, _ in rows) + sum(
+            own.residual.nbytes for _, own in rows if hasattr(own, "residual") and not own.cast
+        )  # a carrier holds codes and residuals
+        assert held["residuals"] * 2**30 == residuals
+        assert (held["weights"] + held["residuals"]) * 2**30 == codes_too
         lines = list(read_metrics(strategy.folder(t.config.out)).of("step"))
         return (
             gathers,
@@ -85,11 +93,11 @@ def test_a_run_says_what_its_ranks_send(tmp_path):
 def test_groups_of_ranks_share_out_a_model_each(tmp_path, monkeypatch):
     """HSDP, 2 x 2: both groups hold the same; the bits of a checkpoint are those that one has."""
     one_draw(monkeypatch)
-    curve = steps(alone(tmp_path, accumulate=4, out="alone"), 3)
+    curve = steps(alone(tmp_path, accumulate=4, out="alone"), 2)
 
     def work(rank):
         t = lean(tmp_path, distributed=HSDP)
-        got = steps(t, 3)
+        got = steps(t, 2)
         t.save()
         carried = t.step_once().sent
         weights = bits(t)
@@ -111,10 +119,7 @@ def test_groups_of_ranks_share_out_a_model_each(tmp_path, monkeypatch):
     path = checkpoints(tmp_path / "run" / "checkpoints")[0][1]
     sizes = [(path / f"shard-{r + 1:05d}-of-00004.safetensors").stat().st_size for r in range(4)]
     assert min(sizes[:2]) > 50 * max(sizes[2:])
-    one = alone(tmp_path, accumulate=4)
-    assert one.step == 3 and one.step_once().loss == pytest.approx(
-        steps(alone(tmp_path, accumulate=4, train={"resume": "never"}), 4)[3][0], rel=1e-3
-    )
+    assert alone(tmp_path, accumulate=4).step == 2
 
 
 def test_replicas_need_fsdp2(tmp_path):
