@@ -25,7 +25,7 @@ from ottava.layers.norm import RMSNorm
 from ottava.layers.saved import carried_by
 from ottava.models.load import load_model
 from ottava.monitor.observe import _input_scale
-from ottava.numerics.policy import Plan
+from ottava.numerics.policy import Plan, Row, linked
 from ottava.numerics.recipe import get_recipe, recipe_from_dict, recipe_to_dict
 from ottava.planner.memory import estimate_memory
 from ottava.recompute import wrap_recompute
@@ -407,6 +407,22 @@ def test_the_plan_says_who_reads_whom(name):
         f"{layer}.mlp.{n}_proj" for n in ("gate", "up", "down")
     )
     assert plan["model.norm"].reader == "" == plan[f"{layer}.mlp.up_proj"].reader
+
+
+def test_a_reader_inside_an_adapter_is_found_and_a_look_alike_layer_is_not():
+    row = functools.partial(Row, shape=(), recipe=DELAYED)
+    rows = [
+        row(name="a", kind="attention"),
+        row(name="a.o_proj.base_layer", kind="linear"),
+        row(name="b.input_layernorm", kind="norm"),  # b is no decoder layer of a known class
+        row(name="b.self_attn.q_proj", kind="linear"),
+        row(name="b.mlp", kind="mlp"),
+        row(name="b.mlp.gate_proj", kind="linear"),
+    ]
+    found = {r.name: r for r in linked(rows)}
+    assert found["a"].reader == "a.o_proj.base_layer" and found["a"].parts == ()
+    assert found["b.input_layernorm"].reader == "" and found["b.mlp"].parts == ()
+    assert list(found) == [r.name for r in rows]
 
 
 def test_a_fused_projection_and_experts_read_the_norms_of_a_moe_layer():
