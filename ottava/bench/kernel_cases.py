@@ -294,6 +294,8 @@ CASES: tuple[Case, ...] = (
     Case("amax", _matrix, lambda t: (casts.amax(t["x"]),), _bytes(2), "copy", _X, _W1_F, EXACT),
     Case("cast, tensor", _matrix, _quantize, _bytes(3), "copy", _X, _W1_F, EXACT),
     Case("cast, tensor, both orders", _matrix, _both, _bytes(4), "copy", _X, _W1_F, EXACT),
+    Case("cast, row", _matrix, lambda t: _codes(casts.quantize(t["x"], ROW)), _bytes(3), "copy", _X,
+         _W1_F, EXACT),
     Case("cast, row, both orders", _matrix, _both_of(ROW), _bytes(4), "copy", _X, _W1_F, EXACT,
          "columns need their amax first: x is read twice"),
     Case("cast, 1x128, both orders", _matrix, _both_of(GROUP), _bytes(4), "copy", _X, _W1_F, EXACT),
