@@ -42,8 +42,8 @@ class Timeline:
     `events`: (storage, bytes), bytes > 0 at birth and < 0 at death. `marks`: (number of events
     before it, phase that starts there). `labels`: category of the storages that a registry knows.
     `origins`: the operator that a storage came from, where it is known. `owners`: number of the
-    parameter whose value, state or gradient a storage is. `spans`: when the model's units ran.
-    `since`: the number of events before the span whose peak is asked for.
+    parameter (or, after them, buffer) whose value, state or gradient a storage is. `spans`: when the model's units ran.
+    `homes`: unit in whose span a storage was born, of those born before `since`. `since`: the number of events before the span whose peak is asked for.
     """
 
     events: list[tuple[int, int]] = field(default_factory=list)
@@ -52,6 +52,7 @@ class Timeline:
     origins: dict[int, str] = field(default_factory=dict)
     owners: dict[int, int] = field(default_factory=dict)
     spans: list[Span] = field(default_factory=list)
+    homes: dict[int, int] = field(default_factory=dict)
     since: int = 0
 
 
@@ -166,15 +167,14 @@ def state_tensors(
 def owned_tensors(
     model: nn.Module, optimizer=None, average=None
 ) -> Iterable[tuple[str, torch.Tensor, torch.Tensor | None]]:
-    """The same with the parameter that each tensor belongs to; None where it is no parameter's."""
+    """The same with the parameter or buffer that each tensor belongs to; None where it has none."""
     seen: set[int] = set()
     for owner in (model.parameters(), model.buffers()):
         for tensor in owner:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                own = tensor if isinstance(tensor, nn.Parameter) else None
-                yield "weights", tensor, own
-                yield from ((kind, part, own) for kind, part in _parts_of(tensor))
+                yield "weights", tensor, tensor
+                yield from ((kind, part, tensor) for kind, part in _parts_of(tensor))
     if average is not None:
         names = dict(model.named_parameters())
         yield from (("moments", t, names.get(name)) for name, t in average.shadow.items())
@@ -293,7 +293,7 @@ class MemoryTracker(TorchDispatchMode):
     def watch(self, model: nn.Module, optimizer=None, average=None) -> None:
         """Register everything that outlives a step, now and again at every mark."""
         self._watched = (model, optimizer, average)
-        for number, parameter in enumerate(model.parameters()):
+        for number, parameter in enumerate((*model.parameters(), *model.buffers())):
             self._owners[id(parameter)] = number
             if parameter.requires_grad and parameter.is_leaf:
                 hook = parameter.register_post_accumulate_grad_hook(self._label_gradient)

@@ -31,7 +31,7 @@ from .rehearsal import Rehearsal
 GIB = float(1 << 30)
 MIB = float(1 << 20)
 AGREEMENT = 0.001  # of the traced peak with the allocator's own number
-_NOT_PLANNED = (
+NOT_PLANNED = (
     "memory: the shape of a tensor in this model depends on data ({}), so it cannot be planned; "
     "measure a short run instead"
 )
@@ -263,7 +263,15 @@ def _estimate(run: Run, model: nn.Module | None, device: str) -> MemoryReport:
     try:
         peak, reserved = rehearsal.measure()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise ValueError(_NOT_PLANNED.format(error)) from error
+        raise ValueError(NOT_PLANNED.format(error)) from error
+    parameters = sum(p.numel() for p in rehearsal.model.parameters())
+    return reported(run, peak, reserved, device, parameters, model)
+
+
+def reported(
+    run: Run, peak: Peak, reserved: int, device: str, parameters: int, model=None
+) -> MemoryReport:
+    """The report of a peak of `run`; `model`: what `advice` rehearses with other settings."""
     return MemoryReport(
         name=run.name,
         preset=run.train.preset,
@@ -271,7 +279,7 @@ def _estimate(run: Run, model: nn.Module | None, device: str) -> MemoryReport:
         device=device,
         batch=(run.train.micro_batch, run.data.sequence_length),
         accumulate=run.train.accumulate,
-        num_parameters=sum(p.numel() for p in rehearsal.model.parameters()),
+        num_parameters=parameters,
         peak_bytes=peak.bytes,
         phase=peak.phase,
         by_category=peak.by_category,

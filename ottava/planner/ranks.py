@@ -80,7 +80,9 @@ class Layout:
         return self.gpus // self.nodes if self.strategy == "hsdp" else self.gpus
 
     def shards_of(self, fact: Fact) -> int:
-        """Ranks that share this parameter of the rehearsed model."""
+        """Ranks that share this parameter of the rehearsed model; 1 for a buffer."""
+        if not fact.divided:
+            return 1
         if fact.expert and self.strategy == "expert-parallel":
             return self.gpus // self.experts_over
         return self.shards
@@ -88,6 +90,8 @@ class Layout:
     def share(self, fact: Fact) -> float:
         """The first rank's share of a parameter. FSDP2 divides by rows, ZeRO and experts evenly."""
         count = self.shards_of(fact)
+        if count == 1:
+            return 1.0
         if self.zero or (fact.expert and self.strategy == "expert-parallel"):
             return 1 / count
         return -(-fact.rows // count) / fact.rows
@@ -105,6 +109,8 @@ class Layout:
         """Bytes of a gradient that stay until the step. FSDP2 keeps the parameter's own dtype."""
         if not fact.grad_bytes or not _SHARDS[self.strategy][2]:
             return fact.grad_bytes
+        if self.shards_of(fact) == 1:
+            return fact.grad_bytes
         size = fact.grad_bytes if self.zero else max(fact.grad_bytes, fact.bytes)
         return math.ceil(size * self.share(fact))
 
@@ -118,9 +124,13 @@ def one_step(timeline: Timeline) -> Timeline:
     """The counted step of a rehearsal alone: what was there before it is born at its start."""
     since = timeline.since
     alive: dict[int, int] = {}
-    for storage, nbytes in timeline.events[:since]:
+    homes: dict[int, int] = {}
+    units = {i: s.unit for s in timeline.spans for i in range(s.start, min(s.stop, since))}
+    for i, (storage, nbytes) in enumerate(timeline.events[:since]):
         if nbytes > 0:
             alive[storage] = nbytes
+            if i in units:
+                homes[storage] = units[i]
         else:
             del alive[storage]
     first = len(alive)
@@ -136,23 +146,30 @@ def one_step(timeline: Timeline) -> Timeline:
             for s in timeline.spans
             if s.start >= since
         ],
+        homes={storage: unit for storage, unit in homes.items() if storage in alive},
         since=first,
     )
 
 
-def on_rank(step: Timeline, facts: list[Fact], layout: Layout, exchange: int = 0) -> Timeline:
+def on_rank(
+    step: Timeline, facts: list[Fact], layout: Layout, exchange: int = 0, fused: bool = False
+) -> Timeline:
     """What the first rank allocates in `step` (from `one_step`) under `layout`.
 
     exchange: bytes of the buffers in which a layer's tokens go to their experts and come back.
+    fused: gradients, which `step` keeps until its end, go as soon as their unit's are reduced.
     """
-    return _Writer(step, facts, layout, exchange).write()
+    return _Writer(step, facts, layout, exchange, fused).write()
 
 
 class _Writer:
     """Rewrites a step event by event. What it adds has numbers past those of the step."""
 
-    def __init__(self, step: Timeline, facts: list[Fact], layout: Layout, exchange: int) -> None:
+    def __init__(
+        self, step: Timeline, facts: list[Fact], layout: Layout, exchange: int, fused: bool
+    ) -> None:
         self.step, self.facts, self.layout, self.exchange = step, facts, layout, exchange
+        self.fused = fused
         self.out = Timeline(labels=dict(step.labels), origins=dict(step.origins))
         self.next = 1 + max((s for s, _ in step.events), default=0)
         self.rest = max((f.unit for f in facts), default=0)
@@ -215,7 +232,7 @@ class _Writer:
             return
         if owner is not None and label != "gradients" and self.layout.divides(label):
             nbytes = math.ceil(nbytes * self.layout.share(self.facts[owner]))
-        elif owner is not None and label == "gradients" and self._reduces(owner):
+        elif owner is not None and label == "gradients" and (self.fused or self._reduces(owner)):
             self.whole_grads[storage] = owner
             self.out.labels[storage] = "temporary"
         elif owner is None and self.phase == "step" and self.layout.divides("gradients"):
@@ -296,13 +313,15 @@ class _Writer:
         if not mine:
             return
         self.held_input = self.dies(self.held_input)
-        facts = [self.facts[self.whole_grads[s]] for s in mine]
+        facts = [self.facts[i] for i in map(self.whole_grads.get, mine) if self._reduces(i)]
         padded = sum(
             math.ceil(f.grad_bytes * self.layout.share(f) * self.layout.shards_of(f)) for f in facts
         )
         self.held_input = self.born(padded, origin="reduce-scatter")
         for storage in mine:
             self._keep_share(storage)
+        for storage in mine if self.fused else ():
+            self.dies(self.shares.pop(storage))
 
     def _keep_share(self, storage: int) -> None:
         owner = self.whole_grads.pop(storage)

@@ -37,6 +37,7 @@ from .forms import freeze_as_codes, gathered, restore_split_class, share_experts
 from .lifetimes import GATHERED, MemoryTracker, Peak, Timeline, follow, leave_out
 from .lora import add_lora, released_policy
 from .units import facts_of, separate, spans_of
+from .work import Counter
 
 # Measured: cuBLAS keeps a workspace for each thread that multiplies (forward's and backward's).
 CUBLAS_WORKSPACE = 2 * (32 << 20)
@@ -114,11 +115,15 @@ def _attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, s
 class _FusedAttention(torch.autograd.Function):
     """The library's fused attention, in memory only: q, k, v, output and one FP32 a row are kept.
 
-    [B, H, T, D] query, [B, G, S, D] key, [B, G, S, V] value -> [B, H, T, V].
+    [B, H, T, D] query, [B, G, S, D] key, [B, G, S, V] value -> [B, H, T, V]. `counter`: who counts.
     """
+
+    counter: Counter | None = None
 
     @staticmethod
     def forward(ctx, query, key, value):
+        if _FusedAttention.counter is not None:
+            _FusedAttention.counter.attention(query, value, backward=False)
         batch, heads, length, _ = query.shape
         # The kernels write [B, T, H, V], seen through a transpose.
         out = query.new_empty(batch, length, heads, value.shape[-1]).transpose(1, 2)
@@ -129,6 +134,8 @@ class _FusedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         query, key, value, _, _ = ctx.saved_tensors
+        if _FusedAttention.counter is not None:
+            _FusedAttention.counter.attention(query, value, backward=True)
         wide = query.new_empty(attention_backward_bytes(query.transpose(1, 2)), dtype=torch.uint8)
         grads = [torch.empty_like(query)]
         shared = query.shape[1] // key.shape[1]
@@ -239,9 +246,8 @@ class Rehearsal:
         """The peak of the second step, and the bytes that the CUDA allocator would reserve."""
         return priced(self.rehearse(), self.device)
 
-    def rehearse(self, counter: Callable[..., None] | None = None) -> Timeline:
-        """Two steps, of which the second counts. `counter`: called with every operator, its
-        arguments and its result."""
+    def rehearse(self, counter: Counter | None = None) -> Timeline:
+        """Two steps, of which the second counts. `counter`: counts their operators."""
         cuda = self.device == "cuda"
 
         def inside(func, args, kwargs, out) -> int:
@@ -250,6 +256,9 @@ class Rehearsal:
             return held_on_cuda(func, args, kwargs, out) if cuda else 0
 
         tracker = MemoryTracker(inside)
+        if counter is not None:
+            counter.now = lambda: tracker.now
+        _FusedAttention.counter = counter
         try:
             with self._inside(), tracker, self._spans(tracker):
                 # the name keeps it alive until both steps are over
@@ -261,9 +270,17 @@ class Rehearsal:
                 del workspace
         finally:
             clock.seed, clock.step = self._clock
+            _FusedAttention.counter = None
         if cuda and self.run.optimizer.moments_on == "host":
             leave_out(tracker.timeline, "moments")
         return tracker.timeline
+
+    @property
+    def exchanged(self) -> int:
+        """Elements of the tokens that go to experts in one forward of one layer; 0 without any."""
+        routers = [m for m in self.model.modules() if isinstance(m, Router)]
+        tokens = self.run.train.micro_batch * self.run.data.sequence_length
+        return max((tokens * r.top_k * r.weight.shape[1] for r in routers), default=0)
 
     def _spans(self, tracker: MemoryTracker) -> contextlib.AbstractContextManager[None]:
         try:

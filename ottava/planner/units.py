@@ -27,7 +27,7 @@ class Fact:
 
     `rows`: of the first dimension. `bytes`: of the parameter itself, 1 an element where it is
     codes. `grad_bytes`: of its gradient; 0 where it is frozen. `coded`: whether it travels as FP8
-    codes. `expert`: whether it holds one matrix for each expert.
+    codes. `expert`: whether it holds one matrix for each expert. `divided`: False for a buffer.
     """
 
     name: str
@@ -38,6 +38,7 @@ class Fact:
     grad_bytes: int
     coded: bool
     expert: bool
+    divided: bool = True
 
     @property
     def gathered(self) -> int:
@@ -46,10 +47,12 @@ class Fact:
 
 
 def facts_of(model: nn.Module, coded: set[int]) -> list[Fact]:
-    """What there is to know of every parameter, in the model's order. coded: ids of those that
-    travel as codes although they are not kept as codes."""
+    """What there is to know of every parameter, then of every buffer, in the model's order. coded:
+    ids of those that travel as codes although they are not kept as codes."""
     layers = list(decoder_layers(model))
-    unit_of = {id(p): i for i, layer in enumerate(layers) for p in layer.parameters()}
+    unit_of = {
+        id(t): i for i, layer in enumerate(layers) for t in (*layer.parameters(), *layer.buffers())
+    }
     out = []
     for name, p in model.named_parameters():
         codes = isinstance(p, SplitParameter) and p.dtype == torch.float8_e4m3fn
@@ -60,6 +63,9 @@ def facts_of(model: nn.Module, coded: set[int]) -> list[Fact]:
                 p.numel() * p.element_size(), grad, codes or id(p) in coded, p.dim() == 3,
             )
         )  # fmt: skip
+    for name, b in model.named_buffers():
+        unit = unit_of.get(id(b), len(layers))
+        out.append(Fact(name, unit, 1, b.numel(), b.nbytes, 0, False, False, divided=False))
     return out
 
 
@@ -109,11 +115,24 @@ def spans_of(tracker: MemoryTracker, model: nn.Module) -> Iterator[None]:
 
         return hook
 
-    handles = []
-    for unit, layer in enumerate(decoder_layers(model)):
+    def begin_late(_grad) -> None:
+        if not any(s.unit == last and s.phase == "backward" and s.start >= run[0] for s in spans):
+            open_backward.append(open_span(last, "backward"))
+
+    def phase_begins() -> None:
+        close_backward()
+        run[0] = tracker.now
+
+    handles, run = [], [0]
+    layers = list(decoder_layers(model))
+    last = len(layers) - 1
+    for p in layers[-1].parameters():
+        if p.requires_grad:  # the last norm may take the gradient of the last layer's output
+            handles.append(p.register_hook(begin_late))
+    for unit, layer in enumerate(layers):
         handles.append(layer.register_forward_pre_hook(before(unit), with_kwargs=True))
         handles.append(layer.register_forward_hook(after(unit)))
-    tracker.on_mark = close_backward
+    tracker.on_mark = phase_begins
     try:
         yield
     finally:
