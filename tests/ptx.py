@@ -56,16 +56,6 @@ def _fma(kind, a, b, c):
     return out.astype(F16 if kind is _halves else F32)
 
 
-def _fma_bf16(a, b, c):
-    """Exact where the result is a BF16."""
-    halves = (
-        (_floats(x << U32(16)) for x in (a, b, c)),
-        (_floats(x & ~U32(0xFFFF)) for x in (a, b, c)),
-    )
-    low, high = ((x * y + z).view(U32) >> U32(16) for x, y, z in halves)
-    return low | high << U32(16)
-
-
 OPS = {
     "mov.b32": lambda a: a.copy(),
     "and.b32": lambda a, b: a & b,
@@ -86,7 +76,6 @@ OPS = {
     "add.rn.f16x2": lambda a, b: _pair(_halves(a) + _halves(b)),
     "fma.rn.f16x2": lambda a, b, c: _pair(_fma(_halves, a, b, c)),
     "fma.rn.relu.f16x2": lambda a, b, c: _pair(np.maximum(_fma(_halves, a, b, c), F16(0))),
-    "fma.rn.bf16x2": _fma_bf16,
     "cvt.rn.f16x2.f32": lambda high, low: _pair(np.stack([_floats(low), _floats(high)], -1)),
 }
 

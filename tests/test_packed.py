@@ -1,4 +1,4 @@
-"""The assembly that AdamW and the casts run on Hopper against the reference: all codes, all residuals, all codes of
+"""The assembly that AdamW runs on Hopper against the reference: all codes, all residuals, all codes of
 v and m, every kind of number, all random bits."""
 
 import numpy as np
@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 import ptx
 
-from ottava.kernels import codes, moments, split
+from ottava.kernels import moments, split
 from ottava.kernels.adamw import ref_draw_w
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in")
@@ -122,17 +122,10 @@ def test_encoding_v_is_the_reference(binades):
 
 
 def test_decoding_v_is_exact_for_every_code():
-    values = np.arange(256, dtype=np.uint8)
+    codes = np.arange(256, dtype=np.uint8)
     for shift in range(4):
-        here = np.roll(values, shift)
+        here = np.roll(codes, shift)
         text = ptx.assembly(moments._spread_v)
         out = unpacked(ptx.run(text, 4, *registers(here)), np.float32)
         want = torch.from_numpy(np.where(here == 0, -65504.0, here).astype(np.float32))
         assert torch.equal(out, want)
-
-
-def test_infinities_alone_become_nan():
-    x = np.arange(65536, dtype=np.uint16)
-    out = ptx.run(ptx.assembly(codes.without_inf), 1, x.view(np.uint32))[0].view(np.uint16)
-    bad = (x & 0x7FFF) >= 0x7F80
-    assert np.array_equal(out[~bad], x[~bad]) and ((out[bad] & 0x7FFF) > 0x7F80).all()

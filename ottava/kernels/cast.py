@@ -21,13 +21,11 @@ from .codes import (
     decode,
     encode,
     encode_stochastic,
-    inverse_of,
     magnitude_bits,
     ref_decode,
     ref_encode,
     ref_scale_from_amax,
     scale_of,
-    without_inf,
 )
 from .int8 import dequantize_int8 as dequantize_int8
 from .int8 import quantize_int8 as quantize_int8
@@ -153,29 +151,22 @@ def _cast_kernel(
     x, given, amax, amax_cols, amax_out, codes, scale, codes_t, scale_t,
     M, K, stride_m, stride_k, key,
     GRAIN: tl.constexpr, E4M3: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr,
-    STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr, BOTH: tl.constexpr, WORDS: tl.constexpr,
+    STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr, BOTH: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """One tile: scales, codes, and with BOTH the transposed codes (and their own scales).
 
     given: scales to use. amax, amax_cols: int32 magnitudes per tensor, or per row and column, for
     GRAIN "tensor" and "row"; groups and blocks find theirs inside the tile.
-    WORDS: M is a multiple of 4, and the transposed codes are stored as int32.
     """
     tiles_m, tiles_k = tl.cdiv(M, BM), tl.cdiv(K, BK)
     pid_m, pid_k = tl.program_id(0) // tiles_k, tl.program_id(0) % tiles_k
     i, j = tl.arange(0, BM), tl.arange(0, BK)
-    if WORDS:  # a thread, which holds each BM / 8th line of a tile, gets 8 neighbouring rows
-        i = i % (BM // 8) * 8 + i // (BM // 8)
     m, k = pid_m * BM + i, pid_k * BK + j
     in_m, in_k = m < M, k < K
     inside = in_m[:, None] & in_k[None, :]
     base = x + pid_m.to(tl.int64) * BM * stride_m + pid_k.to(tl.int64) * BK * stride_k
     v = tl.load(base + i[:, None] * stride_m + j[None, :] * stride_k, mask=inside, other=0.0)
-    OWN: tl.constexpr = (given is None) and GRAIN != "tensor"
-    FINITE: tl.constexpr = OWN and HARDWARE and E4M3 and amax_out is None and v.dtype == tl.bfloat16
-    if FINITE:  # nor does a division by one's own scale make infinities
-        v = without_inf(v)
     v = widen(v, HARDWARE and BOTH)
     bits = magnitude_bits(v)
     if amax_out is not None:
@@ -197,7 +188,7 @@ def _cast_kernel(
         tl.store(scale + at, s)
         if BOTH:
             tl.store(scale_t + pid_k * tiles_m + pid_m, s)
-        v = v * inverse_of(s, POW2 and OWN)
+        v = v * tl.div_rn(1.0, s)
     else:
         at = m if GRAIN == "row" else m * tiles_k + pid_k
         if given is not None:
@@ -210,13 +201,13 @@ def _cast_kernel(
             tl.store(scale + at, s, mask=in_m)
         elif pid_k == 0:
             tl.store(scale + at, s, mask=in_m)
-        v = v * inverse_of(s, POW2 and OWN)[:, None]
+        v = v * tl.div_rn(1.0, s)[:, None]
     if STOCHASTIC:
         index = m.to(tl.int64)[:, None] * K + k[None, :]
         random = random_bits(index, key)
         c = encode_stochastic(v, random, E4M3)
     else:
-        c = encode(v, E4M3, HARDWARE, FINITE)
+        c = encode(v, E4M3, HARDWARE)
     out = codes + pid_m.to(tl.int64) * BM * K + pid_k * BK
     tl.store(out + i[:, None] * K + j[None, :], c, mask=inside)
     if BOTH:
@@ -228,78 +219,44 @@ def _cast_kernel(
             else:
                 s = scale_of(tl.max(bits, 0), E4M3, POW2, MARGIN)
                 tl.store(scale_t + k * tiles_m + pid_m, s, mask=in_k)
-            v_cols = v_cols * inverse_of(s, POW2)[None, :]
+            v_cols = v_cols * tl.div_rn(1.0, s)[None, :]
             if STOCHASTIC:
                 c = encode_stochastic(v_cols, random, E4M3)
             else:
-                c = encode(v_cols, E4M3, HARDWARE, FINITE)
-        if WORDS:
-            # [2 x 2 x 2 rows of a thread, its number, K] to 4 neighbouring rows a word.
-            even, odd = tl.split(c.reshape([2, 2, 2, BM // 8, BK]).permute(0, 3, 4, 1, 2))
-            (b0, b2), (b1, b3) = tl.split(even), tl.split(odd)
-            word = b0.to(tl.int32) | (b1.to(tl.int32) << 8)
-            word = word | (b2.to(tl.int32) << 16) | (b3.to(tl.int32) << 24)
-            word = word.permute(2, 1, 0).reshape([BK, BM // 4])
-            at = tl.arange(0, BM // 4)
-            out = codes_t + (pid_k.to(tl.int64) * BK * (M // 4) + pid_m * (BM // 4))
-            inside_t = in_k[:, None] & (pid_m * (BM // 4) + at < M // 4)[None, :]
-            tl.store(out + j[:, None] * (M // 4) + at[None, :], word, mask=inside_t)
-        else:
-            out = codes_t + pid_k.to(tl.int64) * BK * M + pid_m * BM
-            inside_t = in_k[:, None] & in_m[None, :]
-            tl.store(out + j[:, None] * M + i[None, :], tl.trans(c), mask=inside_t)
+                c = encode(v_cols, E4M3, HARDWARE)
+        out = codes_t + pid_k.to(tl.int64) * BK * M + pid_m * BM
+        inside_t = in_k[:, None] & in_m[None, :]
+        tl.store(out + j[:, None] * M + i[None, :], tl.trans(c), mask=inside_t)
 
 
 @triton.jit(do_not_specialize=["key"])
 def _cast_rows_kernel(
     x, amax_out, codes, scale, K, stride_m, key,
     E4M3: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr, STOCHASTIC: tl.constexpr,
-    HARDWARE: tl.constexpr, BK: tl.constexpr, ONCE: tl.constexpr,
+    HARDWARE: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """One row with its own scale. ONCE: K <= BK, and the row stays in registers; else the second read
-    of the row comes from the cache."""
-    FINITE: tl.constexpr = (
-        HARDWARE and E4M3 and amax_out is None and x.dtype.element_ty == tl.bfloat16
-    )
+    """One row with its own scale; the second read of the row comes from the cache."""
     row = tl.program_id(0).to(tl.int64)
     offs = tl.arange(0, BK)
-    v = tl.load(x + row * stride_m + offs, mask=offs < K, other=0.0)
-    top = magnitude_bits(v.to(tl.float32))
-    if not ONCE:
-        for start in range(BK, K, BK):
-            k = start + offs
-            w = tl.load(x + row * stride_m + k, mask=k < K, other=0.0)
-            top = tl.maximum(top, magnitude_bits(w.to(tl.float32)))
+    top = tl.zeros([BK], tl.int32)
+    for start in range(0, K, BK):
+        k = start + offs
+        v = tl.load(x + row * stride_m + k, mask=k < K, other=0.0).to(tl.float32)
+        top = tl.maximum(top, magnitude_bits(v))
     bits = tl.max(top, 0)
     if amax_out is not None:
         tl.atomic_max(amax_out, bits, sem="relaxed")
     s = scale_of(bits, E4M3, POW2, MARGIN)
     tl.store(scale + row, s)
-    inverse = inverse_of(s, POW2)
-    if ONCE:
-        c = _encode_row(v, inverse, row * K + offs, key, E4M3, STOCHASTIC, HARDWARE, FINITE)
-        tl.store(codes + row * K + offs, c, mask=offs < K)
-    else:
-        for start in range(0, K, BK):
-            k = start + offs
-            w = tl.load(x + row * stride_m + k, mask=k < K, other=0.0)
-            c = _encode_row(w, inverse, row * K + k, key, E4M3, STOCHASTIC, HARDWARE, FINITE)
-            tl.store(codes + row * K + k, c, mask=k < K)
-
-
-@triton.jit
-def _encode_row(
-    v, inverse, index, key, E4M3: tl.constexpr, STOCHASTIC: tl.constexpr, HARDWARE: tl.constexpr,
-    FINITE: tl.constexpr,
-):  # fmt: skip
-    if FINITE:
-        v = without_inf(v)
-    v = v.to(tl.float32) * inverse
-    if STOCHASTIC:
-        c = encode_stochastic(v, random_bits(index, key), E4M3)
-    else:
-        c = encode(v, E4M3, HARDWARE, FINITE)
-    return c
+    inverse = tl.div_rn(1.0, s)
+    for start in range(0, K, BK):
+        k = start + offs
+        v = tl.load(x + row * stride_m + k, mask=k < K, other=0.0).to(tl.float32) * inverse
+        if STOCHASTIC:
+            c = encode_stochastic(v, random_bits(row * K + k, key), E4M3)
+        else:
+            c = encode(v, E4M3, HARDWARE)
+        tl.store(codes + row * K + k, c, mask=k < K)
 
 
 @triton.jit
@@ -347,8 +304,6 @@ def _triton_rows(x, amax_out, format, pow2, margin, stochastic, key):
     rows, cols = x.shape
     codes = torch.empty(rows, cols, dtype=torch.uint8, device=x.device)
     scale = torch.empty(rows, 1, dtype=torch.float32, device=x.device)
-    block = max(256, triton.next_power_of_2(cols))  # 32 elements a thread
-    once = block <= 16384
     _cast_rows_kernel[(rows,)](
         x,
         amax_out,
@@ -362,9 +317,7 @@ def _triton_rows(x, amax_out, format, pow2, margin, stochastic, key):
         MARGIN=margin,
         STOCHASTIC=stochastic,
         HARDWARE=converts_fp8(x.device),
-        BK=block if once else 2048,
-        ONCE=once,
-        num_warps=max(1, block // 1024) if once else 4,
+        BK=1024 if cols <= 1024 else 2048,
     )
     return [codes.view(FORMATS[format].dtype), scale]
 
@@ -395,7 +348,6 @@ def triton_quantize(
         codes_t = torch.empty(cols, rows, dtype=torch.uint8, device=device)
         if granularity != "tensor":
             scale_t = torch.empty(scale_shape(cols, rows, granularity), device=device)
-    words = both and rows % 4 == 0 and x.stride(1) == 1
     # A block, or a group of each order, lives inside one tile; else smaller tiles fill the GPU.
     if granularity == "block" or (granularity == "group" and both):
         high, warps, registers = 128, 8, 128  # 128 registers: two such tiles on an SM
@@ -409,7 +361,7 @@ def triton_quantize(
         amax_out,
         codes,
         out_scale,
-        codes_t.view(torch.int32) if words else codes_t,
+        codes_t,
         scale_t,
         rows,
         cols,
@@ -422,7 +374,6 @@ def triton_quantize(
         STOCHASTIC=stochastic,
         HARDWARE=converts_fp8(device),
         BOTH=both,
-        WORDS=words,
         BM=high,
         BK=128,
         num_warps=warps,

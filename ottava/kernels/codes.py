@@ -107,11 +107,9 @@ def _finish(code, bits, E4M3: tl.constexpr):
 
 
 @triton.jit
-def encode(v, E4M3: tl.constexpr, HARDWARE: tl.constexpr = False, FINITE: tl.constexpr = False):
-    """Codes (uint8) of FP32 `v`, nearest even; twin of `ref_encode`. FINITE: no v is infinite."""
-    if HARDWARE and FINITE:
-        code = v.to(tl.float8e4nv if E4M3 else tl.float8e5).to(tl.uint8, bitcast=True)
-    elif HARDWARE:
+def encode(v, E4M3: tl.constexpr, HARDWARE: tl.constexpr = False):
+    """Codes (uint8) of FP32 `v`, nearest even; twin of `ref_encode`."""
+    if HARDWARE:
         infinite = tl.abs(v) == float("inf")
         if E4M3:
             v = tl.where(infinite, float("nan"), v)
@@ -188,26 +186,3 @@ def scale_of(bits, E4M3: tl.constexpr, POW2: tl.constexpr, MARGIN: tl.constexpr)
         scale = tl.div_rn(bits.to(tl.float32, bitcast=True), FORMAT_MAX) * (2.0**MARGIN)
         scale = tl.minimum(tl.maximum(scale, 2.0**-126), 2.0**126)
     return tl.where((bits > 0) & (bits < 0x7F800000), scale, 1.0)
-
-
-@triton.jit
-def inverse_of(scale, POW2: tl.constexpr):
-    """1 / scale, rounded to nearest; POW2: of a scale from `scale_of`, without a division."""
-    if POW2:
-        inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-    else:
-        inverse = tl.div_rn(1.0, scale)
-    return inverse
-
-
-@triton.jit
-def without_inf(v):
-    """BF16 with NaN for infinities, which become the same code in e4m3: x + 0 x."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 z; mov.b32 z, 0; fma.rn.bf16x2 $0, $1, z, $1; }""",
-        "=r,r",
-        [v],
-        dtype=tl.bfloat16,
-        is_pure=True,
-        pack=2,
-    )
