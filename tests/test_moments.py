@@ -28,7 +28,7 @@ def test_round_trip_error_is_bounded(kind):
         "normal": torch.randn(64, 128),
         "log-uniform": torch.exp2(-12 * torch.rand(64, 128)),
     }[kind]
-    random = ref_random_bits(torch.arange(x.numel()), 5).view(x.shape) & 0xFFFF
+    random = ref_random_bits(torch.arange(x.numel()), 5).view(x.shape) & 0x3FF
     codes, scale = ref_encode_m(x, random)
     m = ref_decode_m(codes, scale)
     # A step of e4m3 is at most 1/8; below 2**-6 * 448 of the group's scale it is 2**-9 * scale.
@@ -44,7 +44,7 @@ def test_round_trip_error_is_bounded(kind):
 def test_moment_rounding_is_unbiased():
     draws = 1 << 12
     x = torch.linspace(0.03, 1.0, 128).repeat(draws, 1)
-    random = ref_random_bits(torch.arange(x.numel()), 9).view(x.shape) & 0xFFFF
+    random = ref_random_bits(torch.arange(x.numel()), 9).view(x.shape) & 0x3FF
     m = ref_decode_m(*ref_encode_m(x, random))
     v = ref_decode_v(*ref_encode_v(x, random))
     for got, step in ((m, x[0] / 8), (v, x[0] * 0.016)):
@@ -55,17 +55,17 @@ def test_v_is_unbiased_where_codes_are_far_apart():
     """60 binades in a group: codes 18 % apart. Rounding in log v would be 0.4 % off on average,
     which a slow average multiplies by 1 / (1 - beta2)."""
     v = torch.exp2(-60 * torch.rand(1 << 11, 128))
-    random = ref_random_bits(torch.arange(v.numel()), 3).view(v.shape) & 0xFFFF
+    random = ref_random_bits(torch.arange(v.numel()), 3).view(v.shape) & 0x3FF
     back = ref_decode_v(*ref_encode_v(v, random))
     assert abs((back / v).double().mean() - 1) < 8e-4
 
 
 def test_zeros_stay_zero_and_nothing_else_becomes_zero():
     x = torch.zeros(4, 128)
-    x[0, :5] = torch.tensor([1.2e-38, 1e-20, 1.0, 1.3e-38, 1e-30])
+    x[0, :5] = torch.tensor([1e-38, 1e-20, 1.0, 3e-39, 1e-44])
     x[1] = 1e-12
     x[2, 7] = 1e30
-    for random in (torch.zeros(4, 128, dtype=torch.long), torch.full((4, 128), 0xFFFF)):
+    for random in (torch.zeros(4, 128, dtype=torch.long), torch.full((4, 128), 1023)):
         codes, ends = ref_encode_v(x, random)
         v = ref_decode_v(codes, ends)
         assert torch.equal(v == 0, x == 0) and torch.equal(codes == 0, x == 0)
@@ -92,12 +92,12 @@ def test_slow_averages_follow(beta2, halved):
     torch.manual_seed(1)
     level = torch.exp(1.5 * torch.randn(8, 1)) * torch.exp(0.5 * torch.randn(8, 128))
     exact = level.double().clone()
-    codes, ends = ref_encode_v(level, torch.full((8, 128), 0x8000))
+    codes, ends = ref_encode_v(level, torch.full((8, 128), 512))
     for step in range(steps):
         g2 = level / halved * torch.randn(8, 128).square()
         exact = beta2 * exact + (1 - beta2) * g2.double()
         v = beta2 * ref_decode_v(codes, ends) + (1 - beta2) * g2
-        random = ref_random_bits(torch.arange(1024), step).view(8, 128) & 0xFFFF
+        random = ref_random_bits(torch.arange(1024), step).view(8, 128) & 0x3FF
         codes, ends = ref_encode_v(v, random)
     root = (ref_decode_v(codes, ends) / exact).sqrt()
     assert (codes > 0).all()

@@ -14,13 +14,11 @@ add (lr * bound), so nothing clips; the new amax is gathered in the same pass, a
 finishes last writes scale and amax. lr = 0 leaves every weight bit as it was.
 Where found_inf > 0 nothing changes; `skipped`, if given, counts that, and the bias is corrected for
 step - skipped. A `clock` (clock.py) stands for lr, step and key: then `key` is only the stream.
-Random bits of an element (`ref_draw`): 16. v's rounding takes them as a fraction, m's the lowest
-but one, seven of them, w's all with the bytes exchanged: each is uniform, and no two decide the same update.
+Random bits of an element (`ref_draw`): 0-9 for v, 10-19 for m, the top ones for w.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 
 import torch
@@ -34,10 +32,10 @@ from .moments import (
     encode_m,
     encode_v,
     fast_inverse,
-    fast_log2,
     fast_sqrt,
     from_bf16,
     leads_of,
+    ref_decode_m,
     ref_decode_v,
     ref_encode_m,
     ref_encode_v,
@@ -51,18 +49,13 @@ from .split import (
     amax_of_magnitude,
     decode_bf16,
     decode_codes,
-    decode_codes_packed,
     encode_bf16,
     encode_codes,
-    encode_codes_packed,
     pack_split,
     ref_unpack_split,
 )
 
-_V_KEY, _W_KEY = 0x2AAAAAAA, 0x55555555  # BF16 moments use up 16 bits each: other keys, more bits
-_MIX = (
-    0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35, 0xD6E8FEB9, 0xA54FF53B, 0x94D049BB, 0xB5297A4D,
-)  # fmt: skip
+_W_KEY = 0x55555555  # BF16 moments use up the first 32 bits; w then draws under another key
 _MAX_BOUND = 64.0
 LEAST_EPS = 1e-30  # so that a parameter that never had a gradient gives 0 / eps, not NaN
 
@@ -91,24 +84,18 @@ def _ungrouped(t: torch.Tensor, shape: torch.Size, leads: int) -> torch.Tensor:
 
 
 def ref_draw(shape: torch.Size, leads: int, key: int, device: torch.device) -> torch.Tensor:
-    """16 random bits an element (int64). 16 neighbours share a hash: eight words of 32 bits are the
-    hash, and the middle of its products with seven odd numbers."""
+    """32 random bits an element (int64). Two neighbours share a hash: the second one's bits are
+    the first one's, mixed once more. (Half the work, of which this kernel has too much.)"""
     size = shape.numel() // leads
     index = torch.arange(leads, device=device).unsqueeze(1) * size
-    first = ref_random_bits(index + torch.arange(-(-size // 16), device=device), key)
-    words = [first, *((first * c >> 16) & 0xFFFFFFFF for c in _MIX)]
-    halves = [half for w in words for half in (w & 0xFFFF, w >> 16)]
-    return torch.stack(halves, 2).view(leads, -1)[:, :size].reshape(shape)
+    index = index + torch.arange(-(-size // 2), device=device)
+    first = ref_random_bits(index, key)
+    second = (first * 0x9E3779B1) & 0xFFFFFFFF
+    both = torch.stack([first, second ^ (second >> 16)], 2)
+    return both.view(leads, -1)[:, :size].reshape(shape)
 
 
-def ref_draw_w(bits: torch.Tensor, drop: int) -> torch.Tensor:
-    """`drop` of 16 random bits, for w: the bytes change places, so that its highest bits are m's and
-    v's lowest; and the top one is flipped, which makes them signed about the middle of a cell."""
-    swapped = ((bits & 0xFF) << 8) | (bits >> 8)
-    return (swapped ^ 0x8000) >> (16 - drop)
-
-
-def _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, key):
+def _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, bits):
     """Update m and v in place; returns their FP32 values before they are rounded."""
     if m_scale is None:
         new_m = m.float() * beta1 + g * (1.0 - beta1)
@@ -116,18 +103,15 @@ def _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, key):
         if m.dtype == torch.float32:
             m.copy_(new_m), v.copy_(new_v)
         else:
-            m.copy_(ref_round_bf16(new_m, ref_draw(m.shape, leads, key, m.device)))
-            v.copy_(ref_round_bf16(new_v, ref_draw(m.shape, leads, key ^ _V_KEY, m.device)))
+            m.copy_(ref_round_bf16(new_m, bits & 0xFFFF))
+            v.copy_(ref_round_bf16(new_v, bits >> 16))
         return new_m, new_v
-    bits = _grouped(ref_draw(m.shape, leads, key, m.device), leads)
-    g = _grouped(g, leads)
+    g, bits = _grouped(g, leads), _grouped(bits, leads)
     codes = _grouped(m.view(torch.uint8), leads).view(torch.float8_e4m3fn)
-    rest1, rest2 = as_fp32(1.0 - beta1), as_fp32(1.0 - beta2)
-    new_m = codes.float() * (m_scale.float() * (beta1 / rest1)).unsqueeze(1) + g
-    new_v = ref_decode_v(_grouped(v, leads), v_range, beta2 / rest2) + g * g
-    new_m, new_v = new_m * rest1, new_v * rest2
-    m_codes, scale = ref_encode_m(new_m, bits)
-    v_codes, ends = ref_encode_v(new_v, bits)
+    new_m = ref_decode_m(codes, m_scale) * beta1 + g * (1.0 - beta1)
+    new_v = ref_decode_v(_grouped(v, leads), v_range) * beta2 + (g * g) * (1.0 - beta2)
+    m_codes, scale = ref_encode_m(new_m, (bits >> 10) & 0x3FF)
+    v_codes, ends = ref_encode_v(new_v, bits & 0x3FF)
     m.copy_(_ungrouped(m_codes, m.shape, leads))
     v.copy_(_ungrouped(v_codes, v.shape, leads))
     m_scale.copy_(scale), v_range.copy_(ends)
@@ -164,15 +148,13 @@ def ref_adamw_step(
         return
     exact = m.dtype == torch.float32
     eps = max(eps, LEAST_EPS)
+    rounds = not exact or residual is not None or param.dtype != torch.float32
+    bits = ref_draw(grad.shape, leads, key, grad.device) if rounds else None
 
     g = grad.float() if grad_mul is None else grad.float() * grad_mul
-    new_m, new_v = _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, key)
+    new_m, new_v = _ref_moments(m, v, m_scale, v_range, g, beta1, beta2, leads, bits)
     correct1, correct2 = correct or corrections(beta1, beta2, step)
-    if exact:
-        u = (new_m * correct1) / (new_v.sqrt() * correct2 + eps)
-    else:
-        correct1, correct2 = as_fp32(correct1), as_fp32(correct2)
-        u = new_m / (new_v.sqrt() * as_fp32(correct2 / correct1) + as_fp32(eps / correct1))
+    u = (new_m * correct1) / (new_v.sqrt() * correct2 + eps)
     bound = update_bound(beta1, beta2)
     if not exact or scale is not None:
         u = u.clamp(-bound, bound)
@@ -181,23 +163,21 @@ def ref_adamw_step(
         w = torch.where(amax.view(scale.shape) < torch.inf, w, torch.nan)
     w = w - lr * u - (lr * weight_decay) * w
 
-    bits = None
-    if residual is not None or param.dtype != torch.float32:
-        w_key = key ^ _W_KEY if m.dtype == torch.bfloat16 else key
-        bits = ref_draw(grad.shape, leads, w_key, grad.device)
+    if m.dtype == torch.bfloat16 and rounds:
+        bits = ref_draw(grad.shape, leads, key ^ _W_KEY, grad.device)
     if residual is not None:
         if lr == 0.0:
             return
         width = 8 * residual.element_size()
         drop = (20 if scale is not None else 16) - width
-        random = ref_draw_w(bits, drop).to(torch.int32) if drop else None
+        random = (bits >> (32 - drop)).to(torch.int32) if drop else None
         if scale is not None:
             scale.copy_(ref_next_scale(scale, amax, lr * bound, margin).view(scale.shape))
             amax.copy_(w.reshape(leads, -1).abs().amax(1))
         split = pack_split(w, scale, width, random)
         param.copy_(split.codes), residual.copy_(split.residual)
     elif param.dtype == torch.bfloat16:
-        param.copy_(ref_round_bf16(w, ref_draw_w(bits, 16)))
+        param.copy_(ref_round_bf16(w, bits >> 16))
     else:
         param.copy_(w)
         if low is not None:
@@ -208,29 +188,12 @@ def ref_adamw_step(
 
 
 @triton.jit
-def _middle(x, c):
-    return ((x.to(tl.uint64) * c) >> 16).to(tl.uint32)
-
-
-@triton.jit
 def _draw(start, tile, key, TILE: tl.constexpr):
-    """uint16 [TILE, 128] for groups tile * TILE on of a lead; twin of `ref_draw`."""
-    cells = tl.arange(0, TILE)[:, None] * 8 + tl.arange(0, 8)[None, :]
-    w0 = random_bits(start.to(tl.uint32) + (tile * (TILE * 8) + cells).to(tl.uint32), key)
-    w1, w2, w3 = _middle(w0, 0x9E3779B1), _middle(w0, 0x85EBCA6B), _middle(w0, 0xC2B2AE35)
-    w4, w5 = _middle(w0, 0xD6E8FEB9), _middle(w0, 0xA54FF53B)
-    w6, w7 = _middle(w0, 0x94D049BB), _middle(w0, 0xB5297A4D)
-    even = tl.join(tl.join(w0, w4), tl.join(w2, w6))
-    odd = tl.join(tl.join(w1, w5), tl.join(w3, w7))
-    words = tl.join(even, odd).reshape([TILE, 64])
-    return tl.join(words.to(tl.uint16), (words >> 16).to(tl.uint16)).reshape([TILE, 128])
-
-
-@triton.jit
-def _draw_w(bits, DROP: tl.constexpr):
-    """int32; twin of `ref_draw_w`."""
-    b = bits.to(tl.int32)
-    return ((((b & 0xFF) << 8) | (b >> 8)) ^ 0x8000) >> (16 - DROP)
+    """uint32 [TILE, 128] for groups tile * TILE on of a lead; twin of `ref_draw`."""
+    pairs = tl.arange(0, TILE)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    first = random_bits(start.to(tl.uint32) + (tile * (TILE * 64) + pairs).to(tl.uint32), key)
+    second = first * 0x9E3779B1
+    return tl.join(first, second ^ (second >> 16)).reshape([TILE, 128])
 
 
 @triton.jit
@@ -257,14 +220,13 @@ def _adamw_kernel(
     MASTER: tl.constexpr, BITS: tl.constexpr, STATES: tl.constexpr, LOW: tl.constexpr,
     LR_TENSOR: tl.constexpr, CLOCK: tl.constexpr, MUL: tl.constexpr, GUARD: tl.constexpr,
     COUNTED: tl.constexpr, MARGIN: tl.constexpr, LEADS: tl.constexpr, TILE: tl.constexpr,
-    EVEN: tl.constexpr, FAST: tl.constexpr, PACKED: tl.constexpr,
+    DRAWS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """TILE groups of 128 at a time. n, groups: elements and groups per lead; grid (any, leads).
 
     correct1, correct2: inverse bias corrections, or with COUNTED ln(beta1), ln(beta2): then the step
     count is step - skipped, known on the device alone. With CLOCK lr, corrections, step and key are
-    read from there, and the argument `key` is the parameter's stream. PACKED: on a Hopper or later,
-    conversions of FP8 and arithmetic on two or four elements at a time.
+    read from there, and the argument `key` is the parameter's stream.
     """
     if CLOCK:
         clock_rate, clock_correct1, clock_correct2, step, key = read_clock(clock, key)
@@ -288,10 +250,6 @@ def _adamw_kernel(
     elif CLOCK:
         correct1, correct2 = clock_correct1, clock_correct2
     decay = rate * weight_decay
-    fade1, log_fade2 = beta1 / rest1, fast_log2(beta2, FAST) - fast_log2(rest2, FAST)
-    root, least = correct2 / correct1, eps / correct1
-    if STATES == "8bit":
-        root, least = root * tl.sqrt(rest2) / rest1, least / rest1
     mul = tl.load(grad_mul).to(tl.float32) if MUL else 1.0
     lead = tl.program_id(1).to(tl.int64)
     start, g_start = lead * n, lead * groups
@@ -301,47 +259,39 @@ def _adamw_kernel(
         new_scale = _next_scale(old_scale, old_amax, reach, MARGIN)
         # A master that holds a NaN (its amax says so) becomes NaN as a whole.
         ratio = tl.where(old_amax < float("inf"), old_scale / new_scale, float("nan"))
-        x_rate = rate / new_scale * 2.0**-120  # the weight is carried as w / scale * 2**-120
-    top = tl.zeros([TILE, 8], tl.int32)
+        x_rate = rate / new_scale
+    top = tl.zeros([TILE], tl.int32)
     written = tl.where(rate == 0.0, 0, n)
 
     for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
         rows = tile * TILE + tl.arange(0, TILE)
         offs = rows[:, None] * 128 + tl.arange(0, 128)[None, :]
-        if EVEN:  # no masks
-            mask, row_mask = tl.full([TILE, 128], 1, tl.int1), tl.full([TILE], 1, tl.int1)
-        else:
-            mask, row_mask = offs < n, rows < groups
+        mask, row_mask = offs < n, rows < groups
         g = tl.load(grad + start + offs, mask=mask, other=0.0).to(tl.float32)
         if MUL:
             g = g * mul
-        if STATES == "8bit" or (STATES == "fp32" and MASTER != "fp32"):
+        if DRAWS:
             rnd = _draw(start, tile, key, TILE)
         old_m = tl.load(m + start + offs, mask=mask, other=0)
         old_v = tl.load(v + start + offs, mask=mask, other=0)
         if STATES == "8bit":
             ends = v_range + 2 * (g_start + rows)
-            group_scale = tl.load(m_scale + g_start + rows, mask=row_mask, other=0.0)
-            lo = tl.load(ends, mask=row_mask, other=0)
-            hi = tl.load(ends + 1, mask=row_mask, other=0)
-            old_m = decode_m(old_m, PACKED)
-            # In units of rest1 and rest2.
-            new_m = old_m * (group_scale.to(tl.float32)[:, None] * fade1) + g
-            new_v = decode_v(old_v, lo, hi, log_fade2, FAST, PACKED) + g * g
-        else:
-            if STATES == "bf16":
-                old_m, old_v = from_bf16(old_m), from_bf16(old_v)
-            new_m = old_m * beta1 + g * rest1
-            new_v = old_v * beta2 + (g * g) * rest2
+            old_m = decode_m(old_m, tl.load(m_scale + g_start + rows, mask=row_mask, other=0.0))
+            low_end = tl.load(ends, mask=row_mask, other=0)
+            old_v = decode_v(old_v, low_end, tl.load(ends + 1, mask=row_mask, other=0), FAST)
+        if STATES == "bf16":
+            old_m, old_v = from_bf16(old_m), from_bf16(old_v)
+        new_m = old_m * beta1 + g * rest1
+        new_v = old_v * beta2 + (g * g) * rest2
         if STATES == "8bit":
-            m_code, group_scale = encode_m(new_m, rest1, rnd, FAST, PACKED)
-            v_code, lo, hi = encode_v(new_v, rest2, rnd, FAST, PACKED)
+            m_code, group_scale = encode_m(new_m, rnd.to(tl.int32, bitcast=True))
+            v_code, lo, hi = encode_v(new_v, rnd.to(tl.int32, bitcast=True), FAST)
             tl.store(m_scale + g_start + rows, group_scale.to(tl.bfloat16), mask=row_mask)
             tl.store(ends, lo.to(tl.int16), mask=row_mask)
             tl.store(ends + 1, hi.to(tl.int16), mask=row_mask)
         elif STATES == "bf16":
-            m_code = round_bf16(new_m, _draw(start, tile, key, TILE).to(tl.int32))
-            v_code = round_bf16(new_v, _draw(start, tile, key ^ 0x2AAAAAAA, TILE).to(tl.int32))
+            m_code = round_bf16(new_m, (rnd & 0xFFFF).to(tl.int32))
+            v_code = round_bf16(new_v, (rnd >> 16).to(tl.int32))
             if MASTER != "fp32":
                 rnd = _draw(start, tile, key ^ 0x55555555, TILE)
         else:
@@ -352,22 +302,17 @@ def _adamw_kernel(
         if STATES == "fp32":
             u = (new_m * correct1) / (tl.sqrt(new_v) * correct2 + eps)
         else:
-            u = new_m * fast_inverse(fast_sqrt(new_v, FAST) * root + least, FAST)
+            u = new_m * correct1 * fast_inverse(fast_sqrt(new_v, FAST) * correct2 + eps, FAST)
         if STATES != "fp32" or MASTER == "codes":
             u = tl.maximum(u, -bound, propagate_nan=tl.PropagateNan.ALL)
             u = tl.minimum(u, bound, propagate_nan=tl.PropagateNan.ALL)
         old = tl.load(param + start + offs, mask=mask, other=0)
         if MASTER == "codes":
             rest = tl.load(residual + start + offs, mask=mask, other=0)
-            if PACKED and BITS == 8:
-                x = decode_codes_packed(old, rest) * ratio
-                x = x - x_rate * u - decay * x
-                code, rest, magnitude = encode_codes_packed(x, rnd)
-            else:
-                x = decode_codes(old, rest, BITS) * ratio
-                x = x - x_rate * u - decay * x
-                code, rest, magnitude = encode_codes(x, _draw_w(rnd, 20 - BITS), BITS)
-            top = tl.maximum(top, tl.max(magnitude.reshape([TILE, 8, 16]), 2))
+            x = decode_codes(old, rest, BITS) * ratio
+            x = x - x_rate * u - decay * x
+            code, rest, magnitude = encode_codes(x, (rnd >> (12 + BITS)).to(tl.int32), BITS)
+            top = tl.maximum(top, tl.max(magnitude, 1))
         else:
             if MASTER == "split":
                 w = decode_bf16(old, tl.load(residual + start + offs, mask=mask, other=0), BITS)
@@ -378,7 +323,7 @@ def _adamw_kernel(
             w = w - rate * u - decay * w
             if MASTER == "split":
                 if BITS == 8:
-                    code, rest = encode_bf16(w, _draw_w(rnd, 8), BITS)
+                    code, rest = encode_bf16(w, (rnd >> 24).to(tl.int32), BITS)
                 else:
                     code, rest = encode_bf16(w, 0, BITS)
         if MASTER == "codes" or MASTER == "split":
@@ -386,7 +331,7 @@ def _adamw_kernel(
             tl.store(param + start + offs, code.to(param.dtype.element_ty), mask=keep)
             tl.store(residual + start + offs, rest.to(residual.dtype.element_ty), mask=keep)
         elif MASTER == "bf16":
-            tl.store(param + start + offs, round_bf16(w, _draw_w(rnd, 16)), mask=mask)
+            tl.store(param + start + offs, round_bf16(w, (rnd >> 16).to(tl.int32)), mask=mask)
         else:
             tl.store(param + start + offs, w, mask=mask)
             if LOW == "bf16":
@@ -398,7 +343,7 @@ def _adamw_kernel(
     if MASTER == "codes":
         if tl.where(rate == 0.0, 0, live) != 0:
             # Every warp has read scale and amax once this reduction over the program is done.
-            largest = amax_of_magnitude(tl.max(tl.max(top, 1), 0), new_scale)
+            largest = amax_of_magnitude(tl.max(top, 0), new_scale)
             tl.atomic_max(work + 1 + lead, magnitude_bits(largest))
             done = tl.atomic_add(work, 1)
             if done == tl.num_programs(0) * leads - 1:
@@ -412,18 +357,8 @@ def _adamw_kernel(
                 tl.store(work, 0)
 
 
-# Groups a warp handles at a time: 16 elements a thread. Warps have nothing to say to each other, so
-# a program is one. More programs than fill the largest card would only contend for the counter.
-_TILE = 4
-_PROGRAMS = 24 * 132
-
-
-@functools.cache
-def _packs(device: torch.device) -> bool:
-    """Whether the device has the instructions that the packed paths are written in."""
-    if device.type != "cuda" or INTERPRETED or torch.version.hip:
-        return False
-    return torch.cuda.get_device_capability(device) >= (9, 0)
+_TILE = 16  # groups a program handles at a time: 2048 elements, 16 a thread
+_PROGRAMS = 8 * 132  # enough to fill the largest card; more would only contend for the counter
 
 
 def triton_adamw_step(
@@ -473,8 +408,7 @@ def triton_adamw_step(
         LOW=copy, LR_TENSOR=lr_tensor is not None, CLOCK=clock is not None,
         MUL=grad_mul is not None, GUARD=found_inf is not None, COUNTED=counted, MARGIN=margin,
         LEADS=triton.next_power_of_2(leads), TILE=_TILE,
-        EVEN=n % (_TILE * GROUP) == 0, FAST=not INTERPRETED, PACKED=_packs(param.device),
-        num_warps=1,
+        DRAWS=states != "fp32" or master != "fp32", FAST=not INTERPRETED,
     )  # fmt: skip
 
 

@@ -103,97 +103,38 @@ def ref_unpack_split(
 # ---- Triton device functions, twins of the above ----
 
 
-# These carry x = w / scale as x * 2**-120: e4m3's exponents fall on FP32's lowest ones, and its
-# subnormals on FP32's, so there is no case for them. FP32 must not be flushed to zero.
-
-
 @triton.jit
 def encode_codes(x, random, BITS: tl.constexpr):
-    """(code, residual, magnitude) int32 of FP32 x = w / scale * 2**-120, |x| < 464 * 2**-120 or not
-    finite.
+    """(code, residual, magnitude) int32 of FP32 x = w / scale, |x| < 464 or not finite.
 
     random: int32 in [0, 2**(20 - BITS)). code and residual: low 8 and BITS bits count. magnitude:
-    the bits of |x|, in its order, what is not finite on top; undone by `amax_of_magnitude`.
+    the bits of |x| * 2**-120, in the order of |x|, NaN on top; undone by `amax_of_magnitude`.
     """
     DROP: tl.constexpr = 20 - BITS
-    bits = x.to(tl.int32, bitcast=True)
+    # e4m3's exponents fall on FP32's lowest ones, and its subnormals on FP32's: no case for them.
+    a = (tl.abs(x) * 2.0**-120).to(tl.int32, bitcast=True)
     # What is not finite becomes the NaN code with residual 0.
-    a = tl.minimum(bits & 0x7FFFFFFF, 0x7F00000 + (1 << (DROP - 1)))
-    m = tl.maximum(a + (random - (1 << (DROP - 1))), 0)
+    m = tl.minimum(a, 0x7F00000 + (1 << (DROP - 1)))
+    m = tl.maximum(m + (random - (1 << (DROP - 1))), 0)
     code = ((m + 0x80000) >> 20) & 0x7F
-    return code | ((bits >> 24) & 0x80), m >> DROP, a
+    return code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80), m >> DROP, a
 
 
 @triton.jit
 def amax_of_magnitude(top, scale):
-    """FP32 amax of w from the largest `magnitude` of w / scale; NaN if one was not finite."""
-    amax = top.to(tl.float32, bitcast=True) * 2.0**120 * scale
-    return tl.where(top < 0x7F00000, amax, float("nan"))
-
-
-@triton.jit
-def _zero_cell(x, BITS: tl.constexpr):
-    return tl.where(tl.abs(x) > 1.5 * 2.0 ** (-130 - BITS), x, 0.0)
+    """FP32 amax of w from the largest `magnitude` of w / scale."""
+    return top.to(tl.float32, bitcast=True) * 2.0**120 * scale
 
 
 @triton.jit
 def decode_codes(code, residual, BITS: tl.constexpr):
-    """FP32 w / scale * 2**-120 of (uint8 code, int8 or int16 residual); the NaN code reads as 480."""
+    """FP32 w / scale of (uint8 code, int8 or int16 residual); the NaN code reads as 480."""
     DROP: tl.constexpr = 20 - BITS
-    f = ((code.to(tl.int32) << 24) >> 4) & -0x78100000  # 0x87f00000: sign and magnitude
+    # Sign and magnitude to the top, then down to FP32's lowest exponents (0x87f00000).
+    f = ((code.to(tl.int32) << 24) >> 4) & -0x78100000
     f = f + (residual.to(tl.int32) << DROP) + (1 << (DROP - 1))
-    return _zero_cell(f.to(tl.float32, bitcast=True), BITS)
-
-
-@triton.jit
-def decode_codes_packed(code, residual):
-    """`decode_codes` for an int8 residual, four elements at a time: a code's byte beside its
-    residual's (plus 128, minus 128: no borrow, M is not negative) is sign and M in 16 bits."""
-    f = tl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, r;
-        xor.b32 r, $5, 0x80808080;
-        prmt.b32 a, r, $4, 0x5140;      prmt.b32 b, r, $4, 0x7362;
-        sub.u32 a, a, 0x00800080;       sub.u32 b, b, 0x00800080;
-        shl.b32 $0, a, 16;              shl.b32 $2, b, 16;
-        shr.s32 $0, $0, 4;              shr.s32 $2, $2, 4;
-        shr.s32 $1, a, 4;               shr.s32 $3, b, 4;
-        lop3.b32 $0, $0, 0x87fff000, 0x800, 0xea;   lop3.b32 $2, $2, 0x87fff000, 0x800, 0xea;
-        lop3.b32 $1, $1, 0x87fff000, 0x800, 0xea;   lop3.b32 $3, $3, 0x87fff000, 0x800, 0xea; }""",
-        "=&r,=&r,=&r,=&r,r,r",
-        [code, residual],
-        dtype=tl.float32,
-        is_pure=True,
-        pack=4,
-    )
-    return _zero_cell(f, 8)
-
-
-@triton.jit
-def encode_codes_packed(x, random):
-    """`encode_codes` for an int8 residual, four elements at a time: (code, residual uint8,
-    magnitude int32). random: uint16, of which the bytes exchanged are a signed fraction of a cell."""
-    return tl.inline_asm_elementwise(
-        """{ .reg .b32 a, b, c, d, p, q; .reg .f32 u, v, w, x, cap;
-        mov.b32 q, 0;         mov.b32 cap, 0x07f00800;
-        abs.f32 u, $6;        abs.f32 v, $7;        abs.f32 w, $8;        abs.f32 x, $9;
-        min.f32 $2, u, cap;   min.f32 $3, v, cap;   min.f32 $4, w, cap;   min.f32 $5, x, cap;
-        prmt.b32 p, $10, 0, 0x8801;     mad.lo.s32 a, $2, 16, p;
-        prmt.b32 p, $10, 0, 0xaa23;     mad.lo.s32 b, $3, 16, p;
-        prmt.b32 p, $11, 0, 0x8801;     mad.lo.s32 c, $4, 16, p;
-        prmt.b32 p, $11, 0, 0xaa23;     mad.lo.s32 d, $5, 16, p;
-        prmt.b32 a, a, b, 0x7632;       prmt.b32 c, c, d, 0x7632;
-        max.s16x2 a, a, q;              max.s16x2 c, c, q;
-        prmt.b32 $1, a, c, 0x6420;
-        prmt.b32 p, $6, $7, 0x7632;     prmt.b32 q, $8, $9, 0x7632;
-        add.u32 a, a, 0x00800080;       add.u32 c, c, 0x00800080;
-        lop3.b32 a, p, 0x80008000, a, 0xea;   lop3.b32 c, q, 0x80008000, c, 0xea;
-        prmt.b32 $0, a, c, 0x7531; }""",
-        "=&r,=&r,=&r,=&r,=&r,=&r,r,r,r,r,r,r",
-        [x, random],
-        dtype=(tl.uint8, tl.uint8, tl.int32),
-        is_pure=True,
-        pack=4,
-    )
+    y = f.to(tl.float32, bitcast=True) * 2.0**120
+    return tl.where(tl.abs(y) > 1.5 * 2.0 ** (-10 - BITS), y, 0.0)
 
 
 @triton.jit
@@ -226,8 +167,7 @@ def _unpack_kernel(
     c = tl.load(codes + offs, mask=mask, other=0)
     r = tl.load(residual + offs, mask=mask, other=0)
     if CODES:
-        unit = tl.load(scale + offs // per_scale, mask=mask, other=1.0)
-        w = decode_codes(c, r, BITS) * 2.0**120 * unit
+        w = decode_codes(c, r, BITS) * tl.load(scale + offs // per_scale, mask=mask, other=1.0)
         w = tl.where((c & 0x7F) == 0x7F, float("nan"), w)
     else:
         w = decode_bf16(c, r, BITS)
