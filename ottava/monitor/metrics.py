@@ -49,6 +49,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..numerics.display import html_table, rich_table, sparkline, svg_line
 from .trackers import Tracker
 
 VERSION = 1
@@ -129,6 +130,36 @@ class Metrics:
         """(steps, values) of a number over a kind's lines, leaving out the lines without it."""
         have = [x for x in self.of(kind) if isinstance(x.get(name), int | float)]
         return [x["step"] for x in have], [float(x[name]) for x in have]
+
+    def _cells(self) -> tuple[list[list[str]], list[float]]:
+        """(what the run was and where it stands, its finite losses)."""
+        start = next(iter(self.of("start")), {})
+        last = next(reversed(self.of("step")), {})
+        rows = [[k, str(start[k])] for k in ("name", "preset", "device", "params") if k in start]
+        for name, form in (
+            ("step", "d"),
+            ("loss", ".4f"),
+            ("tok_per_s", ",.0f"),
+            ("memory_gib", ".2f"),
+        ):
+            if isinstance(last.get(name), int | float):
+                rows.append([name, format(last[name], form)])
+        steps, losses = self.series("eval", "loss")
+        if steps:
+            rows.append([f"validation loss at step {steps[-1]}", f"{losses[-1]:.4f}"])
+        end = next(reversed(self.of("end")), {})
+        rows.append(["ended", f"{end.get('status', 'no')} {end.get('reason') or ''}".strip()])
+        rows += [["problem", text] for text in self.problems]
+        return rows, [x for x in self.series("step", "loss")[1] if math.isfinite(x)]
+
+    def _repr_html_(self) -> str:
+        rows, losses = self._cells()
+        return html_table(["run", ""], rows) + svg_line(losses)
+
+    def __rich__(self) -> Any:
+        rows, losses = self._cells()
+        curve = [["loss, step by step", sparkline(losses)]] if losses else []
+        return rich_table(["run", ""], [*rows, *curve])
 
 
 def read_metrics(folder: str | Path) -> Metrics:

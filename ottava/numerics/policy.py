@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from .display import html_table, rich_table
 from .recipe import Recipe, get_recipe, recipe_from_dict, recipe_to_dict
 
 SMALLEST = 16  # FP8 matrix units take multiples of 16; below that, padding costs more than it saves
@@ -219,16 +221,12 @@ class Plan:
         return None
 
     def __str__(self) -> str:
-        lines = [f"{'module':44} {'kind':10} {'shape':18} {'computes in':30} kept / reason"]
-        for name, rows in self.groups():
-            r = rows[0]
-            how = r.recipe.name if r.recipe else "high"
-            if r.recipe and self.emulated and r.recipe.any_fp8:
-                how += " (emulated)"
-            shape = "x".join(map(str, r.shape))
-            label = name if len(rows) == 1 else f"{name} ({len(rows)}x)"
-            lines.append(f"{label:44} {r.kind:10} {shape:18} {how:30} {r.label}".rstrip())
-        return "\n".join(lines + [self.summary()])
+        head, rows, _ = self._cells()
+        lines = [
+            f"{n:44} {k:10} {s:18} {how:30} {label}".rstrip()
+            for n, k, s, how, label in [head, *rows]
+        ]
+        return "\n".join([*lines, self.summary()])
 
     def groups(self) -> list[tuple[str, list[Row]]]:
         """Rows that differ in layer numbers alone, together, in order of first appearance."""
@@ -247,7 +245,23 @@ class Plan:
             f"{self.share_flops:.1%} of the GEMM FLOPs; {self.num_kept} keep 8-bit codes"
         )
 
-    def _repr_html_(self) -> str:
-        import html
+    def _cells(self) -> tuple[list[str], list[list[str]], list[bool]]:
+        """(column titles, texts of each group of rows, whether it stays in high precision)."""
+        texts, high = [], []
+        for name, rows in self.groups():
+            r = rows[0]
+            how = r.recipe.name if r.recipe else "high"
+            if r.recipe and self.emulated and r.recipe.any_fp8:
+                how += " (emulated)"
+            label = name if len(rows) == 1 else f"{name} ({len(rows)}x)"
+            texts.append([label, r.kind, "x".join(map(str, r.shape)), how, r.label])
+            high.append(r.recipe is None)
+        return ["module", "kind", "shape", "computes in", "kept / reason"], texts, high
 
-        return f"<pre>{html.escape(str(self))}</pre>"
+    def _repr_html_(self) -> str:
+        head, rows, high = self._cells()
+        return html_table(head, rows, self.summary(), high)
+
+    def __rich__(self) -> Any:
+        head, rows, high = self._cells()
+        return rich_table(head, rows, self.summary(), high)

@@ -22,6 +22,7 @@ from ..monitor.diagnose import diagnose
 from ..monitor.metrics import VERSION, MetricsWriter
 from ..monitor.speed import Speed, flops_per_token, machine_speed
 from ..monitor.trackers import open_trackers
+from ..numerics.display import html_table, rich_table
 from ..optim.adamw import local
 from .checkpoint import set_aside_after
 from .heal import Incurable, heal
@@ -53,6 +54,22 @@ class RunResult:
     def exit_code(self) -> int:
         """0 done; 130 after Ctrl-C, 143 after SIGTERM, 138 after SIGUSR1."""
         return EXIT_CODES[self.stopped_by] if self.stopped_by else 0
+
+    def _cells(self) -> list[list[str]]:
+        ended = f"stopped by {self.stopped_by}" if self.stopped_by else "done"
+        return [
+            ["ended", f"{ended} at step {self.step} after {self.seconds:.1f} s"],
+            ["loss", f"{self.loss:.4f}"],
+            ["validation loss", f"{self.eval_loss:.4f}"],
+            ["steps not taken", str(self.skipped)],
+            ["checkpoint", str(self.checkpoint or "none")],
+        ]
+
+    def _repr_html_(self) -> str:
+        return html_table(["run", ""], self._cells())
+
+    def __rich__(self) -> Any:
+        return rich_table(["run", ""], self._cells())
 
 
 def run(trainer: Trainer, *, quiet: bool = False) -> RunResult:
