@@ -10,7 +10,11 @@ from test_frozen import BATCH, SIZES, db, frozen, plain
 import ottava
 from ottava.kernels.frozen import FrozenParameter
 from ottava.layers.adapters import ExpertWrapper
-from ottava.models.moe import freeze_router
+from ottava.layers.experts import Experts as CodedExperts
+from ottava.layers.mlp import GatedMLP
+from ottava.models.config import MiMoV2Config
+from ottava.models.moe import Experts, freeze_router
+from ottava.numerics.recipe import get_recipe
 from ottava.recompute import wrap_recompute
 
 peft = pytest.importorskip("peft")
@@ -70,6 +74,60 @@ def test_the_thin_products_are_exact(folder):
     assert len(inside) == 4
     for name, grad in inside.items():
         assert db(grad, want[name]) > 45, (name, db(grad, want[name]))
+
+
+def test_factors_as_large_as_the_weights_against_whole_weights():
+    """One layer of experts in high precision, every gradient; a group without rows."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 48, "n_routed_experts": 4}
+    plain = Experts(MiMoV2Config(**sizes, num_hidden_layers=1, hybrid_layer_pattern=[0]))
+    for p in plain.parameters():
+        p.data.normal_(0, 0.1)
+    ours = copy.deepcopy(plain)
+    ours._ottava_class, ours.__class__ = Experts, CodedExperts
+    shapes = {"gate_up_proj": (96, 64), "down_proj": (64, 48)}
+    pairs = [{n: (0.3 * torch.randn(4, 8, k), 0.3 * torch.randn(4, m, 8)) for n, (m, k) in shapes.items()}
+             for _ in range(2)]  # fmt: skip
+    pairs[1] = {n: tuple(t.clone() for t in ab) for n, ab in pairs[0].items()}
+    x, index, weight = torch.randn(30, 64), torch.randint(0, 3, (30, 2)), torch.rand(30, 2)
+
+    def run(experts, factors):
+        leaves = [x.clone(), weight.clone(), *(t for ab in factors.values() for t in ab)]
+        leaves = [t.requires_grad_() for t in leaves]
+        if experts is ours:
+            experts.adapters = factors
+            y = experts(leaves[0], index, leaves[1])
+        else:
+            whole = {n: getattr(plain, n).detach() + b @ a for n, (a, b) in factors.items()}
+            y = torch.func.functional_call(plain, whole, (leaves[0], index, leaves[1]))
+        generator = torch.Generator().manual_seed(1)
+        return [y, *torch.autograd.grad(y, leaves, torch.randn(y.shape, generator=generator))]
+
+    for number, (got, want) in enumerate(
+        zip(run(ours, pairs[0]), run(plain, pairs[1]), strict=True)
+    ):
+        assert db(got, want) > 100, number
+    ours.recipe = get_recipe("block")
+    for number, (got, want) in enumerate(
+        zip(run(ours, pairs[0]), run(plain, pairs[1]), strict=True)
+    ):
+        assert db(got, want) > 18, number
+
+
+@pytest.mark.parametrize("recompute", ["mlp", "layer"])
+def test_frozen_mlps_run_again(folder, recompute):
+    """Adapters on attention alone, so that MLPs and experts are fused on frozen codes."""
+    want_loss, want = grads_of(
+        ottava.convert(with_lora(frozen(folder), False, target_modules=["qkv_proj"]))
+    )
+    model = with_lora(frozen(folder), False, target_modules=["qkv_proj"])
+    plan = ottava.plan(model, recompute=recompute)
+    ottava.convert(model, plan)
+    wrap_recompute(model.get_base_model(), recompute, plan, ottava.autocast)
+    assert any(isinstance(m, GatedMLP) for m in model.modules())
+    got_loss, got = grads_of(model)
+    assert torch.equal(got_loss, want_loss)
+    assert min(db(g, want[n]) for n, g in got.items()) > (12 if recompute == "layer" else 18)
 
 
 def test_experts_that_train_take_adapters_too(folder):

@@ -17,7 +17,6 @@ import torch
 
 from ..kernels import cast as cast_kernels
 from ..kernels.cast import Quantized
-from ..kernels.frozen import FrozenParameter
 from ..kernels.split import SplitParameter
 from ..numerics.recipe import Cast
 from ..stretch import end_with
@@ -119,13 +118,11 @@ def codes_of(x: torch.Tensor, cast: Cast, how) -> tuple[Quantized, Kept]:
 
 
 def save(ctx, *tensors: torch.Tensor | None, parameters: tuple = ()) -> None:
-    """Save `tensors`, then `parameters`, for backward. A split master or a frozen one is also held as
-    it is: from a stretch that runs again, autograd gives back a bare copy of its codes, without scale
-    or class."""
+    """Save `tensors`, then `parameters`, for backward. A split master is also held as it is: from a
+    stretch that runs again, autograd gives back a bare copy of its codes, without scale or class."""
     if not torch.compiler.is_compiling():
         end_with(ctx, tensors)
-    coded = SplitParameter | FrozenParameter
-    ctx.masters = tuple(p if isinstance(p, coded) else None for p in parameters)
+    ctx.masters = tuple(p if isinstance(p, SplitParameter) else None for p in parameters)
     ctx.save_for_backward(*tensors, *parameters)
 
 
