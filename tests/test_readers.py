@@ -462,7 +462,7 @@ def test_plans_from_before_are_given_their_readers():
 
 def test_the_planner_counts_codes_alone_under_delayed_scaling(tmp_path):
     """Beside them the amax histories only, a few blocks a module: no BF16 output."""
-    sizes = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 64,
+    sizes = {"hidden_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2, "head_dim": 64,
              "num_key_value_heads": 2, "intermediate_size": 128, "vocab_size": 272}  # fmt: skip
     kept = []
     for recipe in ("tensor", "delayed"):
@@ -470,8 +470,8 @@ def test_the_planner_counts_codes_alone_under_delayed_scaling(tmp_path):
                        train={"micro_batch": 8}, precision={"recipe": recipe})  # fmt: skip
         run = replace(run, data=replace(run.data, sequence_length=256))
         kept.append(estimate_memory(run).by_category["activations"])
-    codes = 2 * 8 * 256 * 128  # of the outputs of two attentions
-    assert 0 <= kept[1] - kept[0] < codes / 4
+    codes = 8 * 256 * 128  # of the output of attention
+    assert 0 <= kept[1] - kept[0] < codes / 2
 
 
 def test_the_command_line_says_what_attention_keeps(tmp_path):
