@@ -149,6 +149,12 @@ def test_a_bad_number_on_one_rank_updates_nothing_on_any(tmp_path):
         kept = same_bits(bits(t), before)
         t.strategy.forward = forward
 
+        guard = t.handle.guard  # a loss that one rank holds back, with gradients in order
+        t.handle.guard = lambda loss: guard(loss * (math.nan if rank == 0 else 1.0))
+        t.step_once()
+        kept &= same_bits(bits(t), before)
+        t.handle.guard = guard
+
         look, seen = t.handle.look, []
 
         def spoiled(reduced):  # the third group's gradients, on one rank alone
@@ -162,6 +168,9 @@ def test_a_bad_number_on_one_rank_updates_nothing_on_any(tmp_path):
         worse = t.step_once()
         moved = [n for n, parts in bits(t).items() if not same_bits({n: parts}, {n: before[n]})]
         found = float(t.handle.found)
+        t.handle.look(torch.ones(4))
+        with pytest.raises(RuntimeError, match="runs no hooks on sharded parameters"):
+            t.handle.finish()
         return bad.stepped, kept, worse.stepped, "finite" in worse.cause, found, moved
 
     one, other = run_ranks(2, work, tmp_path)

@@ -107,6 +107,7 @@ class FusedBackward:
         self._zero = torch.zeros(1, device=device)
         self._counter = torch.zeros(1, dtype=torch.int32, device=device)
         self._done: set[torch.Tensor] = set()
+        self._looked = False  # at gradients of shards, in the running step
         self._groups = {p: g for g in opt.param_groups for p in g["params"] if p.requires_grad}
         # Autograd holds hooks where Python's collector does not look: a strong one would keep the
         # parameters, and with them the whole model and its moments, alive for ever.
@@ -131,9 +132,16 @@ class FusedBackward:
             reduced.record_stream(torch.cuda.current_stream(reduced.device))
         measure_gradient(reduced, self.found_inf, self._counter)
         self.ranks.all_max(self.found_inf)
+        self._looked = True
 
     def finish(self) -> None:
-        """End of a step; `opt.step()` calls it."""
+        """End of a step; `opt.step()` calls it. RuntimeError where gradients of shards came and no
+        hook did: a torch that does not run them would train nothing."""
+        if self._looked and not self._done:
+            raise RuntimeError(
+                f"fuse_backward: torch {torch.__version__} runs no hooks on sharded parameters; use "
+                "optimizer.fused=off"
+            )
         if self._norms:
             self.norm = torch.linalg.vector_norm(torch.stack(list(self._norms.values())))
             if self.ranks is not None:
@@ -148,7 +156,7 @@ class FusedBackward:
 
     def give_up(self) -> None:
         """Forget the running step: its backward did not come to an end."""
-        self._norms, self.found_inf = {}, None
+        self._norms, self.found_inf, self._looked = {}, None, False
         self._done.clear()
 
     def remove(self) -> None:
