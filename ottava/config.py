@@ -224,14 +224,8 @@ def _check_lora(run: Run) -> None:
         if lora != Lora():
             raise ConfigError("lora: does nothing with lora.rank=0; set a rank, such as 16")
         return
-    if not run.model.path or run.model.random_init:
-        raise ConfigError(
-            "lora.rank: adapters train on top of a model that was trained; give it as model.path"
-        )
     if lora.experts and lora.dropout:
         raise ConfigError("lora.dropout: adapters of experts take none; use dropout=0")
-    if run.distributed.strategy != "single":
-        raise ConfigError("lora.rank: adapters train in one process as yet; use strategy=single")
 
 
 def _check_steps(run: Run) -> None:

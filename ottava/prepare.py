@@ -75,6 +75,12 @@ def ready_model(run: Run, device: torch.device) -> tuple[nn.Module, Plan | None]
 def _adapted(run: Run, device: torch.device) -> tuple[nn.Module, Plan | None]:
     """The same for adapters on a frozen base: FP8 files stay codes, everything else is BF16."""
     m = run.model
+    if not m.path or m.random_init:
+        raise ConfigError(
+            "lora.rank: adapters train on top of a model that was trained; give it as model.path"
+        )
+    if run.distributed.strategy != "single":
+        raise ConfigError("lora.rank: adapters train in one process as yet; use strategy=single")
     dtype = torch.float32 if run.settings.compute == "fp32" else torch.bfloat16
     if holds_fp8(m.path):
         layout = None if m.layout == "auto" else m.layout

@@ -11,6 +11,7 @@ from test_frozen import SIZES
 from tiny_run import tiny_run, write_text
 
 import ottava
+from ottava import prepare
 from ottava.cli import main
 from ottava.config import ConfigError
 from ottava.kernels.frozen import FrozenParameter
@@ -54,6 +55,8 @@ def test_adapters_train_and_the_base_stays(home, tmp_path, preset):
     assert len(codes) > 10 and all(p.element_size() == 1 for p in codes)
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
     assert trained and all("lora_" in n for n in trained)
+    begun = [p.detach() for n, p in model.named_parameters() if "lora_A" in n]
+    assert all((p.to(torch.float8_e4m3fn).float() != p).float().mean() > 0.8 for p in begun)
     assert sum(isinstance(m, ExpertWrapper) for m in model.modules()) == 2
     first = trainer.step_once().loss
     losses = [trainer.step_once().loss for _ in range(7)]
@@ -132,11 +135,15 @@ def test_wrong_requests_are_one_line(home, tmp_path, capsys, monkeypatch):
     for changes, says in (
         ({"lora": {"rank": 0}}, "does nothing with lora.rank=0"),
         ({"lora": {"dropout": 0.1}}, "adapters of experts take none"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            lora_run(home, tmp_path, **changes)
+    for changes, says in (  # what can be planned, but not trained
         ({"model": {"random_init": True}, "layout": "auto"}, "give it as model.path"),
         ({"distributed": {"strategy": "ddp"}}, "one process as yet"),
     ):
         with pytest.raises(ConfigError, match=says):
-            lora_run(home, tmp_path, **changes)
+            prepare.ready_model(lora_run(home, tmp_path, **changes), torch.device("cpu"))
     with pytest.raises(ConfigError, match=r"lora.targets: .*q_projj") as error:
         Trainer(lora_run(home, tmp_path, experts=False, lora={"targets": ["q_projj"]}))
     assert "\n" not in str(error.value)
