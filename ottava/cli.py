@@ -291,9 +291,8 @@ def sweep(
 def train(
     run_file: RunFile,
     overrides: Overrides = None,
-    deepspeed: Annotated[
-        Path | None, typer.Option(help="Train with ZeRO as this DeepSpeed JSON file says.")
-    ] = None,
+    deepspeed: Annotated[Path | None, typer.Option(help="ZeRO, as this JSON file says.")] = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Time a few steps by row.")] = False,
     as_json: Json = False,
 ) -> int:
     """Train. Continues from the newest checkpoint of the run's folder, if there is one.
@@ -310,7 +309,7 @@ def train(
         from .train.trainer import Trainer
 
         trainer = Trainer(run)
-    result = trainer.run(quiet=as_json)
+    result = trainer.run(quiet=as_json, profile=profile)
     if as_json and trainer.strategy.is_main:
         print_json({**asdict(result), "out": run.out, "exit_code": result.exit_code})
     return result.exit_code

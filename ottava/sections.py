@@ -99,6 +99,11 @@ class Train:
     eval_batches: int = key(8, "Micro-batches in one evaluation; 0: no evaluation.", low=0)
     checkpoint_every: int = key(0, "Save every so many steps; 0: only at the end.", low=0)
     keep_last: int = key(2, "Checkpoints kept.", low=1)
+    save: str = key("blocking", "How checkpoints are written: blocking (the run waits), background "
+                    "(copied to the host, then written while the run goes on).",
+                    choices=("blocking", "background"))  # fmt: skip
+    data_timeout_s: float = key(600.0, "A batch that has not come for so long ends the run.",
+                                above=0.0)  # fmt: skip
     graph: str = key("auto", "Replay the step as a CUDA graph: auto (on a GPU, where it can be), "
                      "on, off.", choices=("auto", "on", "off"))  # fmt: skip
     resume: str = key("auto", "auto (continue from the newest checkpoint in out), never, or the "
@@ -216,7 +221,7 @@ class Heal:
 
     after: int = key(10, "Bad steps in a row before the run goes back; with amp-fp16 at least 50.",
                      low=1)  # fmt: skip
-    rollbacks: int = key(3, "Times that a run goes back before it stops; 0: it stops at once.",
+    rollbacks: int = key(4, "Times that a run goes back before it stops; 0: it stops at once.",
                          low=0)  # fmt: skip
     norm_factor: float = key(100.0, "A gradient norm of so many times the recent median is an "
                              "explosion; 0: never.", low=0.0)  # fmt: skip
@@ -224,5 +229,5 @@ class Heal:
                            "0: never.", low=0.0)  # fmt: skip
     demote: bool = key(True, "Going back, put the 8-bit row at fault into high precision.")
     promote_after: int = key(0, "Steps after which a demoted row is 8-bit again; 0: never.", low=0)
-    lr_factor: float = key(0.5, "Going back with no row at fault, multiply the learning rate.",
+    lr_factor: float = key(0.5, "Going back again with no row at fault, multiply the learning rate.",
                            above=0.0, high=1.0)  # fmt: skip

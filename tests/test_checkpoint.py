@@ -17,9 +17,10 @@ from torch import nn
 from ottava.kernels.split import SplitParameter, split_parameter
 from ottava.numerics.recipe import TENSOR
 from ottava.train import checkpoint as ckpt
-from ottava.train.checkpoint import Checkpoint, CheckpointError, latest_good, load_weights, save
+from ottava.train.checkpoint import Checkpoint, CheckpointError, latest_good, load_weights
 from ottava.train.resume import random_state, set_random_state
 from ottava.train.serialize import Sink, flatten, unflatten
+from ottava.train.writing import save
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn,

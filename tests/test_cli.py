@@ -281,7 +281,7 @@ def test_report_writes_one_page(capsys, finished, tmp_path):
 def saved(tmp_path):
     """(a run's folder with one checkpoint, the model that it holds)."""
     from ottava.models.load import load_model
-    from ottava.train.checkpoint import save
+    from ottava.train.writing import save
 
     model = load_model("demo", overrides=SMALL, seed=1)
     save(tmp_path / "run" / "checkpoints", 7, model=model, sections={})

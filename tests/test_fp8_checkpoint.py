@@ -700,7 +700,7 @@ def test_wrong_requests_are_refused(released, tmp_path):
 
 def test_export_writes_fp8_from_a_checkpoint_and_converts_fp8_files(capsys, released, tmp_path):
     from ottava.cli import main
-    from ottava.train.checkpoint import save
+    from ottava.train.writing import save
 
     files, folder = released
 

@@ -2,6 +2,8 @@
 deterministic, also when the run is killed on the way."""
 
 import math
+import os
+import signal
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ from ottava.monitor.metrics import read_metrics
 from ottava.numerics.recipe import get_recipe
 from ottava.train import heal
 from ottava.train.checkpoint import Checkpoint, checkpoints
+from ottava.train.first_bad import broken_state
 from ottava.train.loop import TrainingError
+from ottava.train.switches import Change
 from ottava.train.trainer import Trainer
 
 ROW = "model.layers.1.self_attn.o_proj"
@@ -75,7 +79,7 @@ def test_a_row_that_fails_in_8_bits_is_demoted_and_the_run_ends_well(tmp_path, p
     steps = [(x["step"], x["stepped"]) for x in metrics.of("step")]
     assert steps == [(n, n < 7) for n in range(1, 10)] + [(n, True) for n in range(5, 17)]
     assert result.step == 16 and t.data.train.position == 18 + 12 * 2
-    row = t.health.plan_in_force(t.plan, t.step)[ROW]
+    row = t.switches.plan_at(t.step)[ROW]
     assert row.recipe is None and row.reason.startswith("demoted at step 9: its output")
     assert t.plan[ROW].recipe is not None and t.model.get_submodule(ROW).recipe is None
     assert t.health.lr_scale == 1.0
@@ -175,23 +179,99 @@ def test_an_exploding_gradient_norm_changes_nothing(tmp_path):
     assert_same(before, weights(t))
 
 
-def test_weights_thrown_off_course_come_back_and_the_rate_is_lower(tmp_path):
+@pytest.mark.parametrize("times", [1, 2])
+def test_weights_thrown_off_course_come_back_and_a_second_time_the_rate_is_lower(tmp_path, times):
     t = Trainer(healing_run(tmp_path, "fp8", heal={"after": 3, "loss_rise": 1.0}))
     step_once = t.step_once
 
     def thrown():
-        if t.step == 9 and t.health.rollbacks == 0:
+        if t.step == 9 and t.health.rollbacks < times:
             with torch.no_grad():
                 t.model.model.norm.weight.mul_(200.0)
         return step_once()
 
     t.step_once = thrown
     result = t.run(quiet=True)
-    (line,) = read_metrics(t.config.out).of("heal")
-    assert (line["step"], line["to"], line["row"]) == (12, 8, None)
-    assert line["lr"] == pytest.approx(1.5e-3) and t.health.lr_scale == 0.5
+    first, *more = read_metrics(t.config.out).of("heal")
+    assert (first["step"], first["to"], first["row"], first["lr"]) == (12, 8, None, 3e-3)
+    assert "the data moves on" in first["text"] and len(more) == times - 1
+    if more:
+        assert more[0]["lr"] == pytest.approx(1.5e-3) and "0.5 times" in more[0]["text"]
+    assert t.health.lr_scale == 0.5 ** (times - 1)
     assert result.step == 16 and result.loss < 5.2
     assert [s for s, _ in checkpoints(t.checkpoints)][:2] == [16, 12]
+
+
+# ---- broken weights and moments ----
+
+
+def break_state(t, kind, value):
+    """Write `value` into one weight, scale or moment of ROW (a scale: of the first row with one)."""
+    p = t.model.get_parameter(f"{ROW}.weight")
+    if kind == "scale":
+        p = next(q for q in t.parameters if getattr(q, "scale", None) is not None)
+    state = t.optimizer.state[p]
+    target = {"weight": p.data, "moment": state["m"], "scale": getattr(p, "scale", None)}[kind]
+    if target.element_size() == 1:
+        target.view(torch.uint8).view(-1)[3] = 0x7F  # NaN in e4m3
+    else:
+        target.view(-1)[0] = value
+
+
+@pytest.mark.parametrize(
+    "preset, kind", [("fp8", "weight"), ("fp8", "moment"), ("fp8-lean", "weight"),
+                     ("fp8-lean", "moment"), ("fp8-lean", "scale"), ("bf16", "moment")],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_what_is_broken_is_named_and_what_is_not_is_not(tmp_path, preset, kind, value):
+    t = Trainer(healing_run(tmp_path, preset))
+    t.step_once()
+    assert broken_state(t) == ""
+    break_state(t, kind, value)
+    named = broken_state(t)
+    assert named.endswith("proj") or f"{ROW}.weight" in named
+    assert ("optimizer's m of" in named) == (kind == "moment")
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-lean"])
+def test_what_is_broken_is_never_saved(tmp_path, preset):
+    """Broken inside the very step that is saved: no loss has shown it yet."""
+    t = Trainer(healing_run(tmp_path, preset))
+    step_once, broken = t.step_once, []
+
+    def breaking():
+        result = step_once()
+        if t.step == 8 and not broken:
+            broken.append(break_state(t, "weight", math.nan))
+        return result
+
+    t.step_once = breaking
+    result = t.run(quiet=True)
+    metrics = read_metrics(t.config.out)
+    (line,) = metrics.of("heal")
+    assert (line["step"], line["to"], line["row"], line["lr"]) == (8, 4, None, 3e-3)
+    assert f"{ROW}.weight holds numbers that are not finite" in line["text"]
+    assert "the weights were broken" in line["text"]
+    assert result.step == 16 and all(x["stepped"] for x in metrics.of("step"))
+    assert all(bool(torch.isfinite(w.float()).all()) for w in weights(t).values())
+
+
+def test_broken_and_told_to_stop_it_keeps_the_checkpoint_before(tmp_path):
+    t = Trainer(healing_run(tmp_path))
+    step_once = t.step_once
+
+    def breaking():
+        result = step_once()
+        if t.step == 6:
+            break_state(t, "moment", math.nan)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return result
+
+    t.step_once = breaking
+    result = t.run(quiet=True)
+    assert result.exit_code == 143 and [s for s, _ in checkpoints(t.checkpoints)] == [4]
+    (event,) = read_metrics(t.config.out).of("event")
+    assert event["text"].startswith("not saved: the optimizer's m of")
 
 
 # ---- when it cannot ----
@@ -248,7 +328,7 @@ def test_the_row_that_clips_most_is_at_fault_where_nothing_is_not_finite(tmp_pat
     }
     t.health.look_at(look)
     assert heal.at_fault(t, result) == (other, "90.0% of its grad_output underflowed")
-    t.health.demotions.append(heal.Demotion(row=other, since=0, until=None, reason=""))
+    t.switches.changes.append(Change(row=other, since=0, until=None, reason=""))
     assert heal.at_fault(t, result) == (ROW, "3.0% of its input saturated")
     named = replace(result, first_bad=("model.layers.0.mlp.up_proj.weight", "gradient"))
     assert heal.at_fault(t, named)[0] == "model.layers.0.mlp.up_proj"

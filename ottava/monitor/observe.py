@@ -43,9 +43,11 @@ class Observer:
 
     def begin(self, step: int) -> Observation | None:
         """Look at the step after `step` steps, or not (None). Reads the weights as they are now."""
-        if not self.every or (step + 1) % self.every:
-            return None
-        return Observation(self)
+        return Observation(self) if self.due(step) else None
+
+    def due(self, step: int) -> bool:
+        """Whether the step after `step` steps is looked at."""
+        return bool(self.every) and (step + 1) % self.every == 0
 
 
 class Observation:

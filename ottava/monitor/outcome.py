@@ -41,8 +41,9 @@ def _out_of_memory(facts: Facts) -> Seen | None:
 
 
 def _disk(facts: Facts) -> Seen | None:
-    reason = _reason(facts)
-    if reason is None or "cannot save" not in reason:
+    texts = [_reason(facts) or "", *(str(x.get("text")) for x in facts.metrics.of("event"))]
+    reason = next((t for t in texts if "cannot save" in t), None)
+    if reason is None:
         return None
     return Seen(reason, {"keep": max(int(facts.option("train.keep_last", 2)) - 1, 1)})
 
@@ -133,7 +134,9 @@ def _little_in_fp8(facts: Facts) -> Seen | None:
 def _emulated(facts: Facts) -> Seen | None:
     if not (facts.on_gpu and facts.fp8 and facts.start.get("emulated")):
         return None
-    return Seen(f"{facts.start.get('device')} has no FP8 unit for this recipe: every FP8 GEMM is emulated")
+    return Seen(
+        f"{facts.start.get('device')} has no FP8 unit for this recipe: every FP8 GEMM is emulated"
+    )
 
 
 # ---- table 6.3, and what a validation loss says ----

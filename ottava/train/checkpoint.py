@@ -21,8 +21,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,14 @@ from safetensors import SafetensorError
 from torch import nn
 
 from ..distributed.shards import Rows
-from ..kernels.split import SplitParameter
+from ..kernels.split import SplitParameter, unpack_split
 from ..optim.adamw import local
-from .serialize import Entry, Sink, flatten, unflatten, write_tensors
+from .serialize import Entry, unflatten
 from .shard_files import Stored, stored_in
-from .shard_save import Shards
 
 VERSION = 1
 _NAME = re.compile(r"step-(\d{8,})")
-_PARTIAL = ".partial-"  # being written, or being deleted: never a checkpoint
+PARTIAL = ".partial-"  # being written, or being deleted: never a checkpoint
 
 
 class CheckpointError(RuntimeError):
@@ -87,21 +85,28 @@ def whole_weights(model: nn.Module, whole: Callable[[torch.Tensor], Any]) -> dic
     return {name: w for name, p in named.items() if (w := whole(p)) is not p}
 
 
-def _weight_entries(model: nn.Module, whole: Mapping[str, Any]) -> tuple[list[Entry], list[Entry]]:
-    """Entries of model.safetensors (high precision) and of split.safetensors."""
+def weight_entries(
+    model: nn.Module, whole: Mapping[str, Any], hold: Callable[[torch.Tensor], torch.Tensor]
+) -> tuple[list[Entry], list[Entry], dict[str, str]]:
+    """Entries of model.safetensors (high precision) and of split.safetensors, of each tensor what
+    `hold` gives; and the names that tied weights have besides."""
     plain, split = [], []
-    for name, p in _named_tensors(model)[0].items():
+    named, aliases = _named_tensors(model)
+    for name, p in named.items():
         p = whole.get(name, p)
         if isinstance(p, Rows | Mapping):
             continue  # in the shards
         if isinstance(p, SplitParameter):
-            # fp32 holds every bit of code and residual
-            shape = tuple(p.shape)
-            plain.append(Entry(name, torch.float32, shape, lambda p=p: p.dequantize()))
-            split += [Entry.of(k, v) for k, v in _split_parts(name, p).items()]
+            parts = {k: hold(v) for k, v in _split_parts(name, p).items()}
+            own = [parts.get(f"{name}.{k}") for k in ("codes", "residual", "scale")]
+            # fp32 holds every bit of code and residual; made when its turn comes
+            plain.append(
+                Entry(name, torch.float32, tuple(p.shape), lambda own=own: unpack_split(*own))
+            )
+            split += [Entry.of(k, v) for k, v in parts.items()]
         else:
-            plain.append(Entry.of(name, p))
-    return plain, split
+            plain.append(Entry.of(name, hold(p)))
+    return plain, split, aliases
 
 
 def load_weights(
@@ -202,7 +207,7 @@ def verify(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(file.read_bytes())
         own = manifest.pop("crc32")
-        if own != _manifest_crc(manifest):
+        if own != manifest_crc(manifest):
             raise ValueError
         version, files = manifest["version"], manifest["files"]
     except (ValueError, KeyError, TypeError, AttributeError) as e:
@@ -246,49 +251,6 @@ def latest_good(folder: str | Path) -> tuple[Checkpoint | None, list[str]]:
     return None, skipped
 
 
-# ---- writing ----------------------------------------------------------------------------------
-
-
-def save(
-    folder: str | Path,
-    step: int,
-    *,
-    model: nn.Module,
-    sections: Mapping[str, Any],
-    keep_last: int = 2,
-    whole: Mapping[str, Any] | None = None,
-    shards: Shards | None = None,
-) -> Path:
-    """Write the checkpoint of `step` and delete all but the last `keep_last`; returns its path.
-
-    `sections` maps a name to nested plain state (see `serialize.flatten`); `whole` what is written
-    for weights that `model` holds in part; `shards` the files that hold what ranks share. Raises
-    CheckpointError when it cannot be written (disk full): the earlier checkpoints are then untouched and nothing of
-    the new one is left.
-    """
-    folder = Path(folder)
-    final = folder / f"step-{step:08d}"
-    partial = folder / f"{_PARTIAL}{final.name}-{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_partials(folder)
-        partial.mkdir()
-        _write_all(partial, step, model, sections, whole or {}, shards)
-        if final.exists():  # only after going back to an older checkpoint
-            _discard(final)
-        os.rename(partial, final)
-        _sync_folder(folder)
-    except OSError as e:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise cannot_save(folder, step, model, e) from e
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    for _, path in [c for c in checkpoints(folder) if c[0] <= step][keep_last:]:
-        _discard(path)
-    return final
-
-
 def set_aside_after(folder: str | Path, step: int) -> list[Path]:
     """Rename checkpoints later than `step` to unused-<name>, so that none is resumed by accident.
 
@@ -304,54 +266,7 @@ def set_aside_after(folder: str | Path, step: int) -> list[Path]:
     return moved
 
 
-def _write_all(
-    folder: Path,
-    step: int,
-    model: nn.Module,
-    sections: Mapping[str, Any],
-    whole: Mapping[str, Any],
-    shards: Shards | None,
-) -> None:
-    plain, split = _weight_entries(model, whole)
-    files: dict[str, list[Entry]] = {"model": plain, "split": split}
-    skeleton: dict[str, Any] = {"aliases": _named_tensors(model)[1]}
-    for name, value in sections.items():
-        if name in files or name in skeleton:
-            raise ValueError(f"section {name!r} is reserved")
-        skeleton[name], tensors = flatten(value, name)
-        # sorted: the order in which an optimizer met its parameters is no part of its state
-        whole_ones = ((k, t) for k, t in tensors.items() if not isinstance(t, Rows))
-        files[name] = [Entry.of(k, t) for k, t in sorted(whole_ones)]
-    sums = shards.move_to(folder) if shards is not None else {}
-    for name, entries in files.items():
-        if entries:
-            with _file(folder / f"{name}.safetensors", sums) as sink:
-                write_tensors(sink, entries)
-    with _file(folder / "state.json", sums) as sink:
-        sink.write(json.dumps(skeleton, allow_nan=False).encode())
-    config = getattr(model, "config", None)
-    if hasattr(config, "to_json_string"):
-        with _file(folder / "config.json", sums) as sink:
-            sink.write(config.to_json_string(use_diff=False).encode())
-    manifest = {"version": VERSION, "step": step, "files": sums}
-    manifest["crc32"] = _manifest_crc(manifest)
-    with _file(folder / "manifest.json", {}) as sink:
-        sink.write(json.dumps(manifest, indent=1).encode())
-    _sync_folder(folder)
-
-
-@contextmanager
-def _file(path: Path, sums: dict[str, dict[str, int]]) -> Iterator[Sink]:
-    """A file that is on the disk when the block ends, with its size and sum put into `sums`."""
-    with open(path, "wb") as f:
-        sink = Sink(f)
-        yield sink
-        f.flush()
-        os.fsync(f.fileno())
-    sums[path.name] = {"bytes": sink.nbytes, "crc32": sink.crc32}
-
-
-def _manifest_crc(manifest: Mapping[str, Any]) -> int:
+def manifest_crc(manifest: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(manifest, sort_keys=True).encode())
 
 
@@ -361,40 +276,3 @@ def _crc(path: Path) -> int:
         while chunk := f.read(1 << 22):
             value = zlib.crc32(chunk, value)
     return value
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make renames and new names in `folder` survive a power failure."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _discard(path: Path) -> None:
-    """Delete a checkpoint so that a half-deleted one is never taken for one."""
-    hidden = path.with_name(f"{_PARTIAL}{path.name}-discarded-{os.getpid()}")
-    os.rename(path, hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
-
-
-def _remove_partials(folder: Path) -> None:
-    for name in os.listdir(folder):
-        if name.startswith(_PARTIAL):
-            shutil.rmtree(folder / name, ignore_errors=True)
-
-
-def cannot_save(folder: Path, step: int, model: nn.Module, error: OSError) -> CheckpointError:
-    """The error that says why a checkpoint is not written, and what is left."""
-    earlier = [s for s, _ in checkpoints(folder)]
-    intact = f"the checkpoint of step {earlier[0]} is intact" if earlier else "none exists yet"
-    needed = sum(e.nbytes for part in _weight_entries(model, {}) for e in part) / 2**30
-    try:
-        free = f"{shutil.disk_usage(folder).free / 2**30:.2f} GiB free"
-    except OSError:
-        free = "the folder cannot be read"
-    return CheckpointError(
-        f"cannot save step {step} in {folder}: {error.strerror or error} ({free}; the weights alone "
-        f"take {needed:.2f} GiB); {intact}"
-    )

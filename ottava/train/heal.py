@@ -4,11 +4,11 @@ A step is bad when its loss or gradients are not finite, or when they explode: f
 of the last WINDOW good steps. A bad step changes nothing (see trainer.py). After `heal.after` of
 them in a row the run goes back to the newest checkpoint that was saved in good health, with the data
 moved on past what it has seen, and with one thing changed: the 8-bit row at fault computes in high
-precision from now on, or, where no row is at fault, the learning rate is lower. After
-`heal.rollbacks` times it stops.
+precision from now on (see switches.py). Where no row is at fault, new data is the change the first
+time, and a lower learning rate every time after that. After `heal.rollbacks` times it stops.
 
 Everything that decides is in the checkpoint, so a run that is killed and continued heals in the same
-way. Demotion is a function of the step: a demoted row is 8-bit again after `heal.promote_after`.
+way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +25,11 @@ from ..config import Run
 from ..monitor.stability import row_of
 from ..numerics.policy import Plan
 from . import checkpoint, resume
+from .switches import ALL, Change
 
 if TYPE_CHECKING:
-    from .trainer import StepResult, Trainer
+    from .result import StepResult
+    from .trainer import Trainer
 
 WINDOW = 50  # good steps whose medians say what is usual
 LEAST = 20  # of them before anything counts as an explosion
@@ -38,16 +39,6 @@ SATURATED, UNDERFLOWED = 0.01, 0.25  # shares of an operand that make its row th
 
 class Incurable(RuntimeError):
     """The run cannot heal any more. Carries one line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Demotion:
-    """Row `row` computes in high precision after step `since`, until step `until` (None: always)."""
-
-    row: str
-    since: int
-    until: int | None
-    reason: str
 
 
 class Health:
@@ -60,7 +51,6 @@ class Health:
             self.after = max(self.after, LEAST_WITH_LOSS_SCALE)
         self.bad_in_a_row = self.rollbacks = 0
         self.lr_scale = 1.0
-        self.demotions: list[Demotion] = []
         self.suspects: list[tuple[str, str]] = []  # rows that clip or lose too much, worst first
         self.losses: deque[float] = deque(maxlen=WINDOW)
         self.norms: deque[float] = deque(maxlen=WINDOW)
@@ -112,22 +102,6 @@ class Health:
         """Whether there were too many bad steps in a row."""
         return self.bad_in_a_row >= self.after
 
-    # ---- rows ----
-
-    def demoted(self, step: int) -> dict[str, str]:
-        """Rows in high precision for the step after `step` steps, and why."""
-        return {
-            d.row: d.reason
-            for d in self.demotions
-            if d.since <= step and (d.until is None or step < d.until)
-        }
-
-    def plan_in_force(self, plan: Plan | None, step: int) -> Plan | None:
-        """The plan as it is for the step after `step` steps."""
-        for row, reason in self.demoted(step).items():
-            plan = plan and plan.demote(row, reason)
-        return plan
-
     # ---- state ----
 
     def state_dict(self) -> dict[str, Any]:
@@ -135,7 +109,6 @@ class Health:
             "bad_in_a_row": self.bad_in_a_row,
             "rollbacks": self.rollbacks,
             "lr_scale": self.lr_scale,
-            "demotions": [asdict(d) for d in self.demotions],
             "suspects": [list(s) for s in self.suspects],
             "losses": list(self.losses),
             "norms": list(self.norms),
@@ -144,7 +117,6 @@ class Health:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.bad_in_a_row, self.rollbacks = state["bad_in_a_row"], state["rollbacks"]
         self.lr_scale = state["lr_scale"]
-        self.demotions = [Demotion(**d) for d in state["demotions"]]
         self.suspects = [(row, why) for row, why in state["suspects"]]
         self.losses = deque(state["losses"], maxlen=WINDOW)
         self.norms = deque(state["norms"], maxlen=WINDOW)
@@ -194,13 +166,15 @@ def at_fault(trainer: Trainer, result: StepResult) -> tuple[str, str] | None:
     """(row, why) of the 8-bit row that a bad step is put down to: where numbers first were not
     finite, else the one that clips or loses most, as far as anyone looked. None where there is none.
     """
-    demoted = trainer.health.demoted(trainer.step)
+    demoted = trainer.switches.high(trainer.step)
     rows = {r.name for r in trainer.plan.rows if r.recipe} if trainer.plan else set()
     rows -= set(demoted)
     row, operand = row_of(result.first_bad)
+    if operand == "weight":  # no cast did that
+        return None
     while row and row not in rows:
         row = row.rpartition(".")[0]  # a part of it, such as a norm inside
-    if row in rows and operand not in ("weight", "loss"):
+    if row in rows and operand != "loss":
         return row, f"its {operand} was the first that was not finite"
     return next((s for s in trainer.health.suspects if s[0] in rows), None)
 
@@ -212,44 +186,55 @@ def heal(trainer: Trainer, result: StepResult) -> dict[str, Any]:
     """
     health, settings = trainer.health, trainer.config.heal
     failed_at = trainer.step
+    why_now = (
+        f"{health.after} bad steps in a row ({result.cause})" if health.failing else result.cause
+    )
     if health.rollbacks >= settings.rollbacks:
         often = f"after going back {health.rollbacks} times" if health.rollbacks else "in a row"
-        raise Incurable(f"the {health.bad_in_a_row}th bad step {often} ({result.cause})")
+        what = f"the {health.bad_in_a_row}th bad step {often}" if health.failing else often
+        raise Incurable(f"{what} ({result.cause})")
     faults = trainer.strategy.collect(at_fault(trainer, result) if settings.demote else None)
     fault = next(filter(None, faults), None)  # ranks see different tokens
     target = trainer.strategy.on_main(_last_in_good_health, trainer.checkpoints)
     if target is None and result.stepped:
         raise Incurable(f"exploding steps, and no checkpoint to go back to ({result.cause})")
     position = trainer.data.train.position
-    rollbacks, lr_scale, demotions = health.rollbacks, health.lr_scale, health.demotions
+    rollbacks, lr_scale = health.rollbacks, health.lr_scale
+    decided = [c for c in trainer.switches.changes if c.row != ALL]
     if target is not None:
         trainer.strategy.on_main(checkpoint.set_aside_after, trainer.checkpoints, target.step)
         resume.restore(trainer, target)
         trainer.data.train.position = position
         trainer.capture_again()
     health.bad_in_a_row, health.rollbacks = 0, rollbacks + 1
-    health.lr_scale, health.demotions = lr_scale, list(demotions)
+    health.lr_scale = lr_scale
+    switches = trainer.switches
+    switches.changes += [c for c in decided if c not in switches.changes]
     until = trainer.step + settings.promote_after if settings.promote_after else None
     if fault is not None:
         row, why = fault
         reason = f"demoted at step {failed_at}: {why}"
-        health.demotions.append(Demotion(row=row, since=trainer.step, until=until, reason=reason))
+        switches.changes.append(Change(row=row, since=trainer.step, until=until, reason=reason))
         changed = f"{row} computes in high precision" + (f" until step {until}" if until else "")
         changed += f" ({why})"
+    elif target is not None and not rollbacks:
+        broken = result.first_bad is not None and result.first_bad[1] == "weight"
+        changed = (
+            f"the weights were broken ({result.first_bad[0]})" if broken else "the data moves on"
+        )
     else:
         health.lr_scale *= settings.lr_factor
         changed = f"the learning rate is {settings.lr_factor:g} times what it was"
     trainer.adopt_health()
     where = f"went back to step {trainer.step}" if target else "kept the weights as they are"
     return {
-        "text": f"step {failed_at}: {health.after} bad steps in a row ({result.cause}); {where}; "
-        f"{changed}",
+        "text": f"step {failed_at}: {why_now}; {where}; {changed}",
         "to": trainer.step,
         "row": fault[0] if fault else None,
         "lr": max(trainer.schedule.peaks),
         "position": position,
         "rollbacks": health.rollbacks,
-        "high": sorted(health.demoted(trainer.step)),
+        "high": sorted(switches.high(trainer.step)),
     }
 
 

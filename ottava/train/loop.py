@@ -8,29 +8,32 @@ it is dropped from run.jsonl when the run continues.
 from __future__ import annotations
 
 import math
-import resource
 import time
-from collections import Counter
-from dataclasses import asdict, dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..monitor.console import RunConsole, changed_options
+from ..monitor.console import RunConsole
 from ..monitor.diagnose import diagnose
-from ..monitor.metrics import VERSION, MetricsWriter
-from ..monitor.speed import Speed, flops_per_token, machine_speed
+from ..monitor.metrics import MetricsWriter
+from ..monitor.speed import flops_per_token, machine_speed
 from ..monitor.trackers import open_trackers
 from ..numerics.display import html_table, rich_table
-from ..optim.adamw import local
-from .checkpoint import set_aside_after
+from .announce import facts_of, held_gib, in_words, opening, peak_gib
+from .checkpoint import CheckpointError, set_aside_after
+from .first_bad import broken_state
 from .heal import Incurable, heal
-from .out_of_memory import explained
+from .out_of_memory import explained, is_out_of_memory
 from .signals import EXIT_CODES, StopRequest, agreed
 
 if TYPE_CHECKING:
-    from .trainer import StepResult, Trainer
+    from ..monitor.breakdown import Breakdown
+    from .profiling import Profile
+    from .result import StepResult
+    from .trainer import Trainer
 
 
 class TrainingError(RuntimeError):
@@ -72,16 +75,21 @@ class RunResult:
         return rich_table(["run", ""], self._cells())
 
 
-def run(trainer: Trainer, *, quiet: bool = False) -> RunResult:
-    """Train `trainer` to its last step. Raises TrainingError, CheckpointError, OutOfMemory."""
+def run(trainer: Trainer, *, quiet: bool = False, profile: Profile | None = None) -> RunResult:
+    """Train `trainer` to its last step, profiling a few steps where asked to.
+
+    Raises TrainingError, CheckpointError, OutOfMemory, LoaderHangs, RankLost.
+    """
     loop = _Loop(trainer, quiet)
     with StopRequest() as stop, loop.console:
         try:
             loop.start()
             strategy, steps = trainer.strategy, trainer.config.train.steps
             while trainer.step < steps and not agreed(stop.requested, strategy):
-                with explained(trainer.config, trainer.device, trainer.step):
-                    result = trainer.step_once()
+                with profile.step() if profile else nullcontext():
+                    result = loop.step()
+                if profile and profile.made and profile.made is not loop.breakdown:
+                    loop.profiled(profile)
                 loop.after(result)
             return loop.finish(agreed(stop.requested, strategy))
         except BaseException as e:
@@ -105,7 +113,9 @@ class _Loop:
         if trainer.origin.checkpoint is not None:
             self.saved = (trainer.step, trainer.origin.checkpoint.path)
         self.loss = self.eval_loss = math.nan
-        self.was_eight_bit = trainer.plan is not None and trainer.in_eight_bits
+        self.failed_saves, self.broken = 0, ""
+        self.breakdown: Breakdown | None = None
+        self.ending = False
         self.graph_note = trainer.graph_note
         resumed = trainer.origin.checkpoint is not None
         after = trainer.step if resumed else None
@@ -131,18 +141,24 @@ class _Loop:
             self.console.say(f"set aside: {path} is later than where this run starts")
         origin = trainer.origin
         if origin.checkpoint is None:
-            self.metrics.write("start", 0, **_facts(trainer, self.speed))
+            self.metrics.write("start", 0, **facts_of(trainer, self.speed))
         else:
             self.metrics.write(
                 "resume", trainer.step, **{"from": origin.checkpoint.path, "notes": origin.notes}
             )
-        for line in _opening(trainer, self.speed):
+        for line in opening(trainer, self.speed):
             self.console.say(line)
 
     def finish(self, stopped_by: str | None) -> RunResult:
         """Evaluate if the run is complete, save, and write the last line."""
-        trainer = self.trainer
-        path = self._save()
+        trainer, self.ending = self.trainer, True
+        broken = "" if self.saved[0] == trainer.step else broken_state(trainer)
+        if broken:
+            self._tell(trainer.step, f"not saved: {broken} holds numbers that are not finite")
+        else:
+            self._save()
+        self._settle(wait=True)
+        path = self.saved[1]
         seconds = time.perf_counter() - self.begun
         self.metrics.write(
             "end", trainer.step, status="stopped" if stopped_by else "done",
@@ -156,12 +172,50 @@ class _Loop:
         )  # fmt: skip
 
     def fail(self, error: BaseException) -> None:
-        """Leave the reason in run.jsonl, if the disk still takes it."""
+        """Leave the reason in run.jsonl, if the disk still takes it. A checkpoint that is being
+        written is finished first."""
+        failed_write = self.trainer.saver.finish_alone()
+        if failed_write is not None:
+            self.console.say(str(failed_write))
         try:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             self.metrics.write("end", self.trainer.step, status="failed", reason=reason)
         except (OSError, ValueError):
             self.console.say("run.jsonl could not be written either")
+
+    # ---- a step ----
+
+    def step(self) -> StepResult:
+        """The next step. Where memory runs out the first time, the same sequences once more in
+        smaller micro-batches. Raises OutOfMemory where that does not help, or cannot be."""
+        trainer = self.trainer
+        position = trainer.data.train.position
+        if trainer.split == 1:
+            try:
+                return trainer.step_once()
+            except (RuntimeError, MemoryError) as e:
+                smaller = trainer.split_batches() if is_out_of_memory(e) else ""
+                if not smaller:
+                    with explained(self.config, trainer.device, trainer.step):
+                        raise
+            # out of the handler: the traceback held the failed step's tensors
+            trainer.data.train.position = position
+            self.config = trainer.config
+            self._tell(trainer.step, f"out of memory in step {trainer.step + 1}: {smaller}")
+        with explained(trainer.config, trainer.device, trainer.step):
+            return trainer.step_once()
+
+    def profiled(self, profile: Profile) -> None:
+        """Say where the time of the profiled steps went."""
+        made = self.breakdown = profile.made
+        self.metrics.write("profile", self.trainer.step, **made.to_dict())
+        for line in profile.lines():
+            self.console.say(line)
+
+    def _tell(self, step: int, text: str) -> None:
+        """Say something in run.jsonl and on the console."""
+        self.metrics.write("event", step, text=text)
+        self.console.say(text)
 
     # ---- between steps ----
 
@@ -174,23 +228,27 @@ class _Loop:
             self.metrics.write("step", result.step, **line)
         if result.observed is not None:
             self.metrics.write("observe", result.step, **result.observed)
+        if result.parts_ms is not None:
+            self.metrics.write("time", result.step, ms=result.parts_ms)
         self.console.step(result.step, line, self.speed.name)
         if result.step == trainer.origin.step + 2:  # the first step with every state in place
-            held = _held(trainer)
+            held = held_gib(trainer)
             self.metrics.write("memory", result.step, gib=held)
-            self.console.say(_in_words(held, trainer.device))
+            self.console.say(in_words(held, trainer.device))
         self._announce_switch()
         last = result.step == train.steps
         due = last or (train.eval_every and result.step % train.eval_every == 0)
         if due and train.eval_batches and trainer.data.validation is not None:
             self._evaluate()
+        self._settle(wait=False)
         if last or (train.checkpoint_every and result.step % train.checkpoint_every == 0):
-            self._save()
-        if trainer.health.failing:
+            result = self._save_sound(result)
+        if trainer.health.failing or self.broken:
             self._heal(result)
 
     def _heal(self, result: StepResult) -> None:
         trainer = self.trainer
+        self._settle(wait=True)
         try:
             done = heal(trainer, result)
         except Incurable as e:
@@ -198,15 +256,15 @@ class _Loop:
                 f"step {result.step}: {e}; the weights of the last checkpoint are good"
                 f"{_advice(self.metrics.path.parent)}; see `ottava diagnose {self.config.out}`"
             ) from None
+        self.broken = ""
         self.metrics.write("heal", result.step, **done)
         self.console.say(done["text"])
         if trainer.step < result.step:
             self.saved = (trainer.step, trainer.checkpoints / f"step-{trainer.step:08d}")
-        self.was_eight_bit = trainer.plan is not None and trainer.in_eight_bits
 
     def _line(self, result: StepResult) -> dict[str, Any]:
         trainer = self.trainer
-        tok_per_s = result.tokens / result.seconds
+        tok_per_s = result.tokens / max(result.seconds, 1e-6)  # clocks stand still, or go back
         return {
             "loss": result.loss,
             "grad_norm": result.grad_norm,
@@ -217,7 +275,7 @@ class _Loop:
             "percent": self.speed.percent(self.flops, tok_per_s / trainer.strategy.world),
             "memory_gib": peak_gib(trainer.device),
             "stepped": result.stepped,
-            "precision": "fp8" if self.was_eight_bit else "high",
+            "precision": "fp8" if trainer.switches.eight_bit(result.step - 1) else "high",
             "scale": trainer.scaler.get_scale() if trainer.scaler.is_enabled() else None,
             "data_ms": 1e3 * result.data_seconds,
             **{f"{kind}_mib": nbytes / 2**20 for kind, nbytes in result.sent.items()},
@@ -228,16 +286,13 @@ class _Loop:
         }
 
     def _announce_switch(self) -> None:
-        now = self.trainer.plan is not None and self.trainer.in_eight_bits
-        if now != self.was_eight_bit and self.trainer.step < self.config.train.steps:
-            text = f"from step {self.trainer.step + 1} on: {'FP8' if now else 'BF16'} compute"
-            self.metrics.write("event", self.trainer.step, text=text)
-            self.console.say(text)
-        self.was_eight_bit = now
+        step = self.trainer.step
+        if step < self.config.train.steps:
+            for text in self.trainer.switches.said(step):
+                self._tell(step, text)
         if self.graph_note != self.trainer.graph_note:
             self.graph_note = self.trainer.graph_note
-            self.metrics.write("event", self.trainer.step, text=self.graph_note)
-            self.console.say(self.graph_note)
+            self._tell(step, self.graph_note)
 
     def _evaluate(self) -> None:
         trainer = self.trainer
@@ -247,110 +302,54 @@ class _Loop:
         more = "" if averaged is None else f", with the running average {averaged:.4f}"
         self.console.say(f"step {trainer.step}: validation loss {self.eval_loss:.4f}{more}")
 
+    # ---- saving ----
+
+    def _save_sound(self, result: StepResult) -> StepResult:
+        """Save, unless a weight or a moment is broken: that has to be healed, and is what the
+        result that comes back says."""
+        self.broken = broken_state(self.trainer)
+        if self.broken:
+            cause = f"{self.broken} holds numbers that are not finite"
+            return replace(result, cause=cause, first_bad=(self.broken, "weight"))
+        self._save()
+        return result
+
     def _save(self) -> Path | None:
         """Save the current step, unless it is on the disk already; the path."""
         step = self.trainer.step
         if self.saved[0] != step:
+            self._settle(wait=True)
             self.metrics.write("save", step, path=f"step-{step:08d}")
             self.metrics.sync()
-            self.saved = (step, self.trainer.save())
+            try:
+                self.saved = (step, self.trainer.save())
+                self.failed_saves *= self.trainer.saver.pending  # not over yet
+            except CheckpointError as error:
+                self._not_saved(error)
         return self.saved[1]
 
+    def _settle(self, *, wait: bool) -> None:
+        """Hear what became of the checkpoint that is being written, or wait until that is known."""
+        saver = self.trainer.saver
+        if not saver.pending:
+            return
+        try:
+            saver.wait(self.trainer) if wait else saver.poll(self.trainer)
+            self.failed_saves *= saver.pending
+        except CheckpointError as error:
+            self._not_saved(error)
 
-def peak_gib(device: torch.device) -> float:
-    """Peak memory so far in GiB: the CUDA allocator's, or the process's resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux
+    def _not_saved(self, error: CheckpointError) -> None:
+        """Go on after a save that failed, once: the next one may find room. Raises it after that,
+        and where there is no next one."""
+        self.saved = (-1, None)
+        self.failed_saves += 1
+        if self.failed_saves > 1 or self.ending:
+            raise error
+        self._tell(self.trainer.step, f"{error}; tried again at the next checkpoint")
 
 
 def _advice(folder: Path) -> str:
     """What the first finding about the run so far says, to end a sentence with."""
     found = next((f for f in diagnose(folder) if f.level != "note"), None)
     return f"; {found.symptom}: {found.evidence}; try {found.setting}" if found else ""
-
-
-def _held(trainer: Trainer) -> dict[str, float]:
-    """What is held between steps, by category, and "peak" so far: measured, in GiB."""
-    params = list(trainer.model.parameters())
-    residuals = [r for p in params if isinstance(r := getattr(p, "residual", None), torch.Tensor)]
-    moments = [
-        t
-        for state in trainer.optimizer.state.values()
-        for t in state.values()
-        if isinstance(t, torch.Tensor)
-    ]
-    sizes = {"weights": params, "residuals": residuals, "optimizer": moments}
-    if trainer.ema is not None:
-        sizes["running average"] = list(trainer.ema.shadow.values())
-    held = {
-        name: sum(local(t).nbytes for t in tensors) / 2**30
-        for name, tensors in sizes.items()
-        if tensors
-    }
-    return {**held, "peak": peak_gib(trainer.device)}
-
-
-def _in_words(held: dict[str, float], device: torch.device) -> str:
-    parts = ", ".join(f"{name} {gib:.3f}" for name, gib in held.items() if name != "peak")
-    kind = "allocator" if device.type == "cuda" else "process"
-    return (
-        f"memory, GiB: {parts}; peak so far {held['peak']:.2f} ({kind}); less: "
-        "train.recompute=mlp or layer, a smaller train.micro_batch, train.preset=fp8-lean"
-    )
-
-
-def _facts(trainer: Trainer, speed: Speed) -> dict[str, Any]:
-    config, plan = trainer.config, trainer.plan
-    device, gib = str(trainer.device), None
-    if trainer.device.type == "cuda":
-        device = torch.cuda.get_device_name(trainer.device)
-        gib = torch.cuda.get_device_properties(trainer.device).total_memory / 2**30
-    train = config.train
-    return {
-        "version": VERSION,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "name": config.name,
-        "preset": train.preset,
-        "device": device,
-        "device_gib": gib,
-        "speed": str(speed),
-        "params": sum(p.numel() for p in trainer.model.parameters()),
-        "fp8_modules": plan.num_fp8 if plan else 0,
-        "fp8_share": plan.share_flops if plan else 0.0,
-        "emulated": bool(plan and plan.emulated),
-        "vocab": trainer.model.config.vocab_size,
-        "tokens_per_step": train.micro_batch
-        * train.accumulate
-        * config.data.sequence_length
-        * trainer.strategy.world,
-        "strategy": trainer.strategy.name,
-        "ranks": trainer.strategy.world,
-        "steps": train.steps,
-        "config": asdict(config),
-    }
-
-
-def _opening(trainer: Trainer, speed: Speed) -> list[str]:
-    """What is said before the first step: options, data, plan, and the machine."""
-    config, plan = trainer.config, trainer.plan
-    lines = [f"{config.name}: {', '.join(changed_options(config)) or 'all options at default'}"]
-    lines += [f"note: {note}" for note in (*config.notes, *trainer.origin.notes)]
-    lines.append(f"data: {trainer.data.summary}")
-    if plan is None:
-        lines.append(f"plan: none ({config.train.preset} is plain PyTorch)")
-    else:
-        lines.append(f"plan: {plan.summary()}")
-        recipes = Counter(r.recipe.name for r in plan.rows if r.recipe and r.flops)
-        lines += [f"  {n} x {name}" for name, n in recipes.items()]
-        reasons = Counter(r.reason for r in plan.rows if r.recipe is None and r.params)
-        lines += [f"  {n} x high precision: {reason}" for reason, n in reasons.items() if reason]
-    params = sum(p.numel() for p in trainer.model.parameters())
-    lines += [f"note: {note}" for note in trainer.strategy.notes()]
-    lines.append(f"model: {params / 1e6:,.1f} M parameters on {trainer.device}")
-    emulated = plan is not None and plan.emulated
-    lines.append(f"speed: percent is of {speed}" + (" (FP8 is emulated here)" if emulated else ""))
-    lines.append(f"launches: {trainer.graph_note}")
-    if trainer.step:
-        lines.append(f"continues after step {trainer.step} from {trainer.origin.checkpoint.path}")
-    return lines

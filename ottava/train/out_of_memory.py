@@ -20,18 +20,22 @@ def explained(run: Run, device: torch.device, step: int) -> Iterator[None]:
     """Turn an allocator's error inside into OutOfMemory with the planner's answer."""
     try:
         yield
-    except RuntimeError as e:
+    except (RuntimeError, MemoryError) as e:
         if not is_out_of_memory(e):
             raise
         # the failed step's tensors hang on the traceback; let go of them before planning
-        first = str(e).splitlines()[0]
+        first = (str(e).splitlines() or [type(e).__name__])[0]
         e.__traceback__ = None
         raise OutOfMemory(explanation(run, device, step, first)) from None
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocator, of the GPU or of the CPU, gave up."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or any(w in str(error) for w in _CPU_WORDS)
+
+
+_CPU_WORDS = ("can't allocate memory", "std::bad_alloc", "could not create a memory")
 
 
 def explanation(run: Run, device: torch.device, step: int, error: str) -> str:

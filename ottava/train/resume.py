@@ -42,7 +42,8 @@ _FIXED = (
 )
 # Keys that never change the numbers: not worth a word.
 _SILENT = (
-    "name", "out", "train.resume", "train.checkpoint_every", "train.keep_last", "train.graph", "log.",
+    "name", "out", "train.resume", "train.checkpoint_every", "train.keep_last", "train.save",
+    "train.data_timeout_s", "train.graph", "log.",
 )  # fmt: skip
 
 
@@ -160,11 +161,17 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "schedule": trainer.schedule.state_dict(),
         "data": trainer.data.train.state_dict(),
         "amax": amax_state(trainer.model),
-        "progress": {"step": trainer.step, "skipped": trainer.skipped, "tokens": trainer.tokens},
+        "progress": {
+            "step": trainer.step,
+            "skipped": trainer.skipped,
+            "tokens": trainer.tokens,
+            "split": trainer.split,
+        },
         "random": random,
         "health": trainer.health.state_dict(),
+        "switches": trainer.switches.state_dict(),
         "plan": trainer.plan.to_dict() if trainer.plan is not None else None,
-        "run": asdict(trainer.config),
+        "run": asdict(trainer.asked),
     }
 
 
@@ -199,14 +206,36 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     progress = checkpoint.section("progress")
     trainer.step, trainer.skipped = progress["step"], progress["skipped"]
     trainer.tokens = progress["tokens"]
-    if "health" in checkpoint.skeleton:
-        trainer.health.load_state_dict(checkpoint.section("health"))
+    health = checkpoint.section("health") if "health" in checkpoint.skeleton else {}
+    if health:
+        trainer.health.load_state_dict(health)
+    # before there were switches, demotions were a part of health
+    switches = {"asked": trainer.switches.asked, "changes": health.get("demotions", [])}
+    if "switches" in checkpoint.skeleton:
+        switches = checkpoint.section("switches")
+    notes += trainer.switches.load_state_dict(switches, trainer.step)
+    notes += _same_split(trainer, checkpoint)
     trainer.adopt_health()
     rank, others = trainer.strategy.rank, checkpoint.skeleton.get("ranks", [])
     if rank <= len(others):  # a rank that is new draws from its own seed
         set_random_state(checkpoint.section("ranks")[rank - 1] if rank else
                          checkpoint.section("random"))  # fmt: skip
     return notes
+
+
+def _same_split(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
+    """Make micro-batches as small as they had to be, where the run file asks for what it did then."""
+    split = checkpoint.section("progress").get("split", 1)
+    then, now = checkpoint.section("run")["train"], trainer.asked.train
+    same = (then["micro_batch"], then["accumulate"]) == (now.micro_batch, now.accumulate)
+    if split <= trainer.split or not same:
+        return []
+    trainer.adopt_split(split)
+    now = trainer.config.train
+    return [
+        f"memory ran out before: train.micro_batch={now.micro_batch} and "
+        f"train.accumulate={now.accumulate} from the start"
+    ]
 
 
 def _whole_average(trainer: Trainer) -> dict[str, Any]:

@@ -16,9 +16,8 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
@@ -30,47 +29,25 @@ from ..layers.autocast import autocast
 from ..layers.delayed import clock, discard_amax
 from ..models.mimo import MiMoPreTrainedModel
 from ..models.moe import balance, take_loads, worst_load
-from ..monitor.locate import tracing
+from ..monitor.laps import Laps
 from ..monitor.observe import Observation, Observer
 from ..monitor.trackers import check_installed
-from ..optim.adamw import local
 from ..optim.ema import EMA
 from ..optim.loss_scaler import GradScaler
 from ..optim.schedule import Schedule
 from ..recompute import wrap_recompute
-from . import captured, checkpoint, loop, resume
+from . import captured, loop, resume
 from .data import load_data
+from .drawing import Drawer
+from .first_bad import first_bad_gradient, forget_step, locate
 from .forward import Batch, inputs_of, mean_loss, window_loss
 from .heal import Health, Precision
-from .shard_save import write_shards
+from .profiling import Profile
+from .result import StepResult
+from .saving import Saver
+from .switches import Switches
 
 ROUTER_BIAS_RATE = 1e-3  # loss-free balancing of experts, for models that start from nothing
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
-    """What one step did. `loss`: nats per valid token of the whole window. `grad_norm`: before
-    clipping. `tokens`: read, valid or not. `cause`: what is wrong with a bad step, and why nothing
-    changed, where not `stepped`; `first_bad`: (module or parameter, operand) where that began.
-    `data_seconds`: spent waiting for batches. `sent`: bytes of the collectives, by kind, and
-    `waited`: seconds in them (None on a GPU, where they are queued); see distributed/traffic.py.
-    `observed`: what the monitor saw, where it looked. `load`: how tokens spread over experts, see
-    `worst_load`; None in a model without any."""
-
-    step: int
-    loss: float
-    grad_norm: float | None
-    tokens: int
-    lr: float
-    stepped: bool
-    seconds: float
-    cause: str = ""
-    first_bad: tuple[str, str] | None = None
-    data_seconds: float = 0.0
-    sent: dict[str, int] = field(default_factory=dict)
-    waited: float | None = None
-    observed: dict[str, Any] | None = None
-    load: tuple[float, float, float] | None = None
 
 
 class Trainer:
@@ -83,7 +60,7 @@ class Trainer:
     def __init__(self, run: Run, *, device: str | None = None) -> None:
         check_installed(run.check().log.trackers)
         self.strategy = strategy_of(run)
-        run = self.config = self.strategy.config  # an engine's own file has a say in it
+        run = self.config = self.asked = self.strategy.config  # an engine's file has a say in it
         self.settings = run.settings
         self.device = self.strategy.device(device or run.device)
         _seed(run.seed)
@@ -111,8 +88,16 @@ class Trainer:
         self._loads: dict[str, torch.Tensor] = {}  # of the running step, by router
         self._load: tuple[float, ...] | None = None
         self.health, self._rows = Health(run), Precision(self.model, self.plan)
+        self.switches = Switches(run, self.plan)
+        self.saver = Saver(background=run.train.save == "background")
+        source = run.data.source
+        self._drawer = Drawer(self.data.train, run.train.data_timeout_s, f"data.source={source}")
+        self.laps = Laps(self.device)
+        self.updating = False  # weights may have moved: what fails now cannot be tried again
         self._peaks = list(self.schedule.peaks)
         self.step = self.skipped = self.tokens = 0
+        self.captured = None
+        self.split = 1  # micro-batches made of one of the run file's
         self.origin = self.strategy.on_main(resume.find_origin, run, self.checkpoints)
         if self.origin.checkpoint is not None:
             self.origin.notes += resume.restore(self, self.origin.checkpoint)
@@ -132,7 +117,9 @@ class Trainer:
         started, traffic = time.perf_counter(), self.strategy.traffic
         if traffic is not None:
             traffic.reset()
-        window = [next(self.data.train) for _ in range(self.config.train.accumulate)]
+        self.laps.begin(timed=self.observer.due(self.step + 1))
+        window = [self._drawer.draw() for _ in range(self.config.train.accumulate)]
+        self.laps.lap("data")
         data_seconds = time.perf_counter() - started
         valid = sum(batch["num_valid"] for batch in window)
         tokens = sum(batch["input_ids"].numel() for batch in window)
@@ -142,7 +129,8 @@ class Trainer:
         look = self._look = self.observer.begin(self.step)
         take = self.launch_step
         if self.captured is not None:
-            take = self.captured.step_by_python if look else self.captured.step
+            by_python = look or self.laps.timed
+            take = self.captured.step_by_python if by_python else self.captured.step
         loss, norm, cause, stepped = take(window, valid)
         observed = look.finish() if look else None
         if observed:
@@ -159,7 +147,7 @@ class Trainer:
         load, self._loads, self._load = self._load, {}, None
         self.optimizer.zero_grad(set_to_none=True)
         finite = math.isfinite(loss) and math.isfinite(norm)  # an explosion is no riddle
-        first_bad = self._locate(window, valid) if cause and not finite else None
+        first_bad = locate(self, window, valid) if cause and not finite else None
         torch.clear_autocast_cache()  # also where an outer autocast region would keep old weights
         self.step += 1
         self.tokens += tokens
@@ -169,6 +157,7 @@ class Trainer:
             first_bad=first_bad, data_seconds=data_seconds, observed=observed, load=load,
             sent=dict(traffic.nbytes) if traffic is not None else {},
             waited=traffic.seconds if traffic is not None and self.device.type == "cpu" else None,
+            parts_ms=self.laps.finish(),
         )  # fmt: skip
 
     def launch_step(self, window: list[Batch], valid: int) -> tuple[float, float, str, bool]:
@@ -180,12 +169,15 @@ class Trainer:
         for batch in window:
             first = batch is window[0]
             with self.precision(), look.forward() if look and first else nullcontext():
-                loss = self._loss(batch, valid, count)
+                loss = self.loss_of(batch, valid, count)
+            self.laps.lap("forward")
             total += loss.detach()
             if self.handle is not None:
                 self.handle.guard(loss if self.health.loss_limit == math.inf else
                                   loss.where(loss <= self.health.loss_limit, math.nan))  # fmt: skip
+            self.updating = self.handle is not None
             self.strategy.backward(self.scaler.scale(loss), last=batch is window[-1])
+            self.laps.lap("backward")
 
         self._loads = take_loads(self.model)
         self.scaler.unscale_(self.optimizer)
@@ -195,13 +187,16 @@ class Trainer:
         # in a fused step the weights have moved already and this ends it; after an overflow it only
         # tells the loss scale
         overflow = self.scaler.is_enabled() and not math.isfinite(norm)
+        self.updating = True
         stepped = (overflow or not cause) and self.strategy.step(
             self.scaler, self._grad_scale(norm)
         )
         self.scaler.update()
+        self.updating = False
+        self.laps.lap("update")
         return loss_value, norm, cause, stepped
 
-    def _loss(self, batch: Batch, valid: int, count: torch.Tensor) -> torch.Tensor:
+    def loss_of(self, batch: Batch, valid: int, count: torch.Tensor) -> torch.Tensor:
         """A micro-batch's part of the mean loss over the window; `count` is `valid` on the device."""
         inputs = inputs_of(self.model, batch, self.device, self.config.data.document_mask)
         return window_loss(self.strategy.forward, inputs, batch["num_valid"], valid, count)
@@ -234,45 +229,8 @@ class Trainer:
             return exploded
         causes = [] if math.isfinite(loss) else [f"the loss is {loss}"]
         if bad or causes:
-            causes += self._first_bad_gradient()
+            causes += first_bad_gradient(self)
         return "; ".join(causes)
-
-    def _first_bad_gradient(self) -> list[str]:
-        """Names the first gradient, in the order of backward, that is not finite. Slow."""
-        if self.handle is not None:
-            names = {p: n for n, p in self.model.named_parameters()}
-            grads = [(names[p], norm) for p, norm in self.handle.norms.items()]
-        else:
-            grads = [(n, p.grad) for n, p in self.model.named_parameters() if p.grad is not None]
-            grads.reverse()
-        bad = (i for i, (_, g) in enumerate(grads) if not bool(local(g).isfinite().all()))
-        number = self.strategy.first(next(bad, len(grads)))
-        if not grads:  # an engine keeps them to itself
-            return ["a gradient is not finite"]
-        return [f"the gradient of {n} is not finite" for n, _ in grads[number : number + 1]]
-
-    def _locate(self, window: list[Batch], valid: int) -> tuple[str, str] | None:
-        """Run a bad step again, changing nothing, to find where it began. None where it is finite
-        now (a fused step had begun to update), with a loss scale, or with monitor.locate off."""
-        if not self.config.monitor.locate or self.scaler.is_enabled():
-            return None
-        before = resume.random_state()
-        count = torch.full((), max(valid, 1), dtype=torch.int64, device=self.device)
-        with tracing(self.model) as trace:
-            for batch in window:
-                with self.precision():
-                    loss = self._loss(batch, valid, count)
-                trace.note("", "loss", loss)
-                if self.handle is not None:
-                    self.handle.guard(loss * math.nan)
-                self.strategy.backward(loss, last=batch is window[-1])
-        if self.handle is not None:
-            self.handle.finish()
-        self.optimizer.zero_grad(set_to_none=True)
-        discard_amax(self.parameters)
-        take_loads(self.model)
-        resume.set_random_state(before)
-        return next(filter(None, self.strategy.collect(trace.first_bad())), None)
 
     def _grad_scale(self, norm: float) -> float | None:
         """What the optimizer divides gradients by, so that their norm is at most clip_norm."""
@@ -289,12 +247,11 @@ class Trainer:
     @property
     def in_eight_bits(self) -> bool:
         """Whether the step at hand computes as its plan says, or all in high precision."""
-        steps, p = self.config.train.steps, self.config.precision
-        return p.start_fp8_at * steps <= self.step < p.finish_bf16_at * steps
+        return self.switches.eight_bit(self.step)
 
     def eight_bit(self) -> AbstractContextManager:
         """The 8-bit context of the step at hand."""
-        return autocast(enabled=self.plan is not None and self.in_eight_bits)
+        return autocast(enabled=self.in_eight_bits)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
@@ -341,25 +298,45 @@ class Trainer:
         return Path(self.config.out) / "checkpoints"
 
     def save(self) -> Path:
-        """Write a checkpoint of the position between two steps. Raises CheckpointError."""
-        sections = resume.collect(self)
-        whole = checkpoint.whole_weights(self.model, self.strategy.whole)
-        folder, step = self.checkpoints, self.step
-        try:
-            shards = write_shards(folder, step, self.strategy, sections, whole)
-        except OSError as e:
-            raise checkpoint.cannot_save(folder, step, self.model, e) from e
-        return self.strategy.on_main(
-            checkpoint.save, folder, step, model=self.model, sections=sections,
-            keep_last=self.config.train.keep_last, whole=whole, shards=shards,
-        )  # fmt: skip
+        """Write a checkpoint of the position between two steps, or, with train.save=background,
+        begin to (see saving.py). Raises CheckpointError, also for the one before."""
+        return self.saver.save(self)
 
     def adopt_health(self) -> None:
         """Compute as `health` has it for the step at hand: rows in high precision, learning rate."""
-        self._rows.apply(self.health.demoted(self.step))
+        self._rows.apply(self.switches.demoted(self.step))
         peaks = [peak * self.health.lr_scale for peak in self._peaks]
         if peaks != self.schedule.peaks:
             self.schedule.load_state_dict({**self.schedule.state_dict(), "peaks": peaks})
+
+    def split_batches(self) -> str:
+        """From now on half as many sequences in a forward (a third, where they are odd) and twice as
+        many forwards in a step: the same sequences a step. Returns what changed; "" where that
+        cannot be, or where the last step may have changed weights before it failed."""
+        train, size = self.config.train, self.config.train.micro_batch
+        if self.updating or self.handle is not None or size == 1 or self.strategy.world > 1:
+            return ""
+        by = next(n for n in range(2, size + 1) if size % n == 0)
+        self.adopt_split(self.split * by)
+        forget_step(self)
+        torch.clear_autocast_cache()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        now = self.config.train
+        return (
+            f"train.micro_batch={size} -> {now.micro_batch}, train.accumulate={train.accumulate} -> "
+            f"{now.accumulate} (the same {size * train.accumulate} sequences a step)"
+        )
+
+    def adopt_split(self, split: int) -> None:
+        """Make every micro-batch of the run file into `split` of them."""
+        train, by = self.config.train, split // self.split
+        smaller = replace(
+            train, micro_batch=train.micro_batch // by, accumulate=train.accumulate * by
+        )
+        self.config, self.split = replace(self.config, train=smaller), split
+        self.data.train.batch = smaller.micro_batch
+        self.capture_again()
 
     def capture_again(self) -> None:
         """Begin anew with graphs, where there were any: the optimizer's state lies elsewhere now."""
@@ -370,11 +347,12 @@ class Trainer:
     @property
     def precision_now(self) -> tuple[bool, frozenset[str]]:
         """Whether the step at hand is 8-bit, and the rows demoted in it."""
-        return self.in_eight_bits, frozenset(self.health.demoted(self.step))
+        return self.in_eight_bits, frozenset(self.switches.demoted(self.step))
 
-    def run(self, *, quiet: bool = False) -> loop.RunResult:
-        """Train to the last step, evaluating, saving and logging on the way; see loop.py."""
-        return loop.run(self, quiet=quiet)
+    def run(self, *, quiet: bool = False, profile: bool = False) -> loop.RunResult:
+        """Train to the last step, evaluating, saving and logging on the way (see loop.py); with
+        `profile` a few steps are taken in full view (see profiling.py)."""
+        return loop.run(self, quiet=quiet, profile=Profile(self) if profile else None)
 
 
 def _seed(seed: int) -> None:
