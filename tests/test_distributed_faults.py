@@ -11,6 +11,7 @@ from ranks import run_ranks, start_ranks, wait_for
 from test_distributed import ranks_run, steps
 
 import ottava.distributed.watch as watching
+from ottava.distributed.ranks import leave
 from ottava.distributed.watch import Watch
 from ottava.train.checkpoint import Checkpoint, checkpoints
 from ottava.train.trainer import Trainer
@@ -48,7 +49,10 @@ def test_one_that_fails_says_no_goodbye_and_one_that_ends_does(tmp_path, monkeyp
             time.sleep(60)
 
         t.step_once = step
-        t.run(quiet=True)
+        try:
+            t.run(quiet=True)
+        finally:
+            leave()  # as the interpreter does when it ends
 
     begun = time.monotonic()
     assert wait_for(start_ranks(2, fails, tmp_path), 40) == [1, 1]

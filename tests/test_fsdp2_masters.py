@@ -185,12 +185,14 @@ def test_codes_that_are_not_finite_are_so_on_all_ranks(tmp_path):
     def work(rank):
         t = lean(tmp_path)
         p = t.model.get_parameter("model.layers.0.mlp.down_proj.weight")
+        o = t.model.get_parameter("model.layers.0.self_attn.o_proj.weight")
         if rank == 1:
             p.local_split.amax.fill_(math.nan)
+            o.local_split.amax.fill_(math.inf)
         t.strategy.agreed.agree()
-        return float(p.local_split.amax)
+        return float(p.local_split.amax), float(o.local_split.amax)
 
-    assert run_ranks(2, work, tmp_path) == [math.inf, math.inf]
+    assert run_ranks(2, work, tmp_path) == [(math.inf, math.inf)] * 2
 
 
 def test_written_weights_get_one_scale(tmp_path):

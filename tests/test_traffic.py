@@ -101,6 +101,8 @@ def test_groups_of_ranks_share_out_a_model_each(tmp_path, monkeypatch):
         t.save()
         carried = t.step_once().sent
         weights = bits(t)
+        plain = lean(tmp_path, distributed=HSDP, out="none", optimizer={"fused": "off"})
+        assert plain.step_once().grad_norm == pytest.approx(curve[0][1], rel=1e-2)
         with pytest.raises(ConfigError, match=r"4 rank\(s\) are not 3 group\(s\) of 2 or more"):
             lean(tmp_path, distributed=HSDP | {"replicas": 3}, out="none")
         return got, weights, carried, t.strategy.notes()[0]

@@ -119,8 +119,6 @@ class FusedBackward:
     def guard(self, loss: torch.Tensor) -> None:
         """Nothing changes in the coming backward if `loss` is not finite; decided on the device."""
         self.found_inf = (~loss.detach().isfinite().all()).float().reshape(1)
-        if self.ranks is not None:
-            self.ranks.all_max(self.found_inf)
 
     @torch.no_grad()
     def look(self, reduced: torch.Tensor) -> None:
