@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from .commands import evaluate
+from .plan_command import plan
 from .terminal import DONE, FAILED, REFUSED, Refused, err, out, print_json, request, say
-
-if TYPE_CHECKING:
-    from .config import Run
-    from .numerics.policy import Plan
 
 app = typer.Typer(
     name="ottava",
@@ -100,94 +97,7 @@ def doctor(as_json: Json = False) -> None:
     out.print(page(facts))
 
 
-@app.command()
-def plan(
-    run_file: Annotated[Path | None, _RUN_FILE] = None,
-    overrides: Overrides = None,
-    model: Annotated[str, typer.Option(help="In place of a run file: a model's name.")] = "",
-    preset: Annotated[str, typer.Option(help="Plan for this preset instead of the file's.")] = "",
-    gib: Annotated[
-        float, typer.Option(help="GiB of the GPU to fit into; this machine's unless given.", min=0)
-    ] = 0.0,
-    as_json: Json = False,
-) -> None:
-    """Say, before anything runs, what computes and is kept in what, how many bytes, what fits.
-
-    Reads no data and allocates nothing: with --gib it works on a laptop for any GPU and any model.
-    """
-    from .config import load_run, run_of_model
-
-    with request():
-        if model:  # the first argument is then an override too
-            run = run_of_model(model, [str(o) for o in (run_file, *(overrides or ())) if o])
-        elif run_file is None:
-            raise ValueError("plan: give a run file (runs/demo.toml), or --model")
-        else:
-            run = load_run(run_file, overrides or ())
-        run = run.with_preset(preset).check() if preset else run
-        from .planner.memory import estimate_memory
-        from .train.out_of_memory import available_gib
-
-        device = "cuda" if gib else _device_of(run)
-        table = _planned(run, device)
-        memory = estimate_memory(run, device=device)
-    room = gib or available_gib(_torch_device(device))
-    hopeless = memory.num_parameters * 4 > room * 2**30  # fp8-lean's states alone, the least
-    others = [] if hopeless else memory.advice(room)
-    if as_json:
-        print_json(
-            {
-                "plan": table and table.to_dict(),
-                "memory": memory.to_dict(),
-                "gib": room,
-                "fits": memory.fits(room),
-                "advice": [{"settings": o.settings, **o.to_dict()} for o in others],
-                "notes": run.notes,
-            }
-        )
-        return
-    out.print(str(table) if table else f"{run.train.preset}: plain PyTorch, nothing in 8 bits")
-    for note in run.notes:
-        out.print(f"note: {note}")
-    out.print(memory)
-    out.print(f"{'fits' if memory.fits(room) else 'does not fit'} into {room:.1f} GiB")
-    for other in others:
-        out.print(f"would fit: {other.settings} ({other.peak_gib:.2f} GiB)")
-    if hopeless:
-        out.print("no preset fits: 4 bytes for each parameter is the least that training takes")
-    elif not others and not memory.fits(room):
-        out.print("nothing that was tried fits: a shorter data.sequence_length or a smaller model")
-
-
-def _device_of(run: Run) -> str:
-    import torch
-
-    if run.device == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    return run.device
-
-
-def _torch_device(name: str):
-    import torch
-
-    if name == "cuda" and not torch.cuda.is_available():
-        raise Refused from ValueError("--gib: no GPU here to take the size from; give it")
-    return torch.device(name)
-
-
-def _planned(run: Run, device: str) -> Plan | None:
-    """The plan of the run's model, which is never allocated; None for a preset that has none.
-
-    For a GPU that is not here, FP8 units are taken for granted.
-    """
-    import torch
-
-    from . import prepare
-
-    absent = device == "cuda" and not torch.cuda.is_available()
-    model = prepare.build_model(run, "meta")
-    table = prepare.convert_for(run, model, "cpu" if absent else device)
-    return replace(table, emulated=False) if table and absent else table
+app.command()(plan)
 
 
 @app.command()

@@ -14,7 +14,7 @@ LEVELS = {
     "stretch": 1.5, "sections": 1.6, "config": 1.7,
     "layers": 2, "optim": 2, "models": 2, "recompute": 2.5, "resolve": 2.8, "amp": 3, "quantize": 3,
     "convert": 3, "frozen": 3, "lora": 3.1, "prepare": 3.2, "distributed": 4, "monitor": 4, "planner": 4.5,
-    "train": 5, "integrations": 5.5, "bench": 6, "doctor": 6.5, "terminal": 6.8, "commands": 6.9, "cli": 7, "__main__": 8,
+    "train": 5, "integrations": 5.5, "bench": 6, "doctor": 6.5, "terminal": 6.8, "commands": 6.9, "plan_command": 6.9, "cli": 7, "__main__": 8,
     "__init__": 9,
 }  # fmt: skip
 ONLY = {  # a library and the places that may import it

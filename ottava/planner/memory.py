@@ -26,7 +26,7 @@ from ..models import load
 from ..numerics.preset import RECOMPUTES
 from .allocator import AllocatorRecorder, TraceError
 from .lifetimes import CATEGORIES, MemoryTracker, Peak, follow, replay
-from .rehearsal import Rehearsal
+from .rehearsal import Rehearsal, Share
 
 GIB = float(1 << 30)
 MIB = float(1 << 20)
@@ -98,6 +98,13 @@ class MemoryReport:
         """Plain data: every field, bytes as integers."""
         out = {k: v for k, v in vars(self).items() if not k.startswith("_")}
         return {**out, "batch": list(self.batch), "by_category": dict(self.by_category)}
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        from .page import html_of
+
+        title = f"{self.name}: {self.num_parameters:,} parameters, planned"
+        return html_of(title, self.by_category, f"{self.settings}\npeak in {self.phase}")
 
     def __rich__(self) -> Group:
         unit, size = ("GiB", GIB) if self.peak_bytes >= GIB else ("MiB", MIB)
@@ -259,7 +266,7 @@ def _run_for(model, preset: str, batch: tuple[int, int], recompute: str) -> Run:
 
 
 def _estimate(run: Run, model: nn.Module | None, device: str) -> MemoryReport:
-    rehearsal = Rehearsal(run, model, device)
+    rehearsal = Rehearsal(run, model, device, Share(lora=run.lora.rank))
     try:
         peak, reserved = rehearsal.measure()
     except (DataDependentOutputException, DynamicOutputShapeException) as error:

@@ -198,7 +198,9 @@ class Rehearsal:
         if share.lora and run.precision.policy == "default":
             run = replace(run, precision=replace(run.precision, policy=released_policy(plain)))
         self.run, self.device, self.settings = run, device, run.settings
-        self.model = on_fakes(plain, self.mode, prepare.DTYPES[self.settings.param_dtype]).train()
+        # what a frozen model holds besides codes is BF16, as released
+        dtype = torch.bfloat16 if share.lora else prepare.DTYPES[self.settings.param_dtype]
+        self.model = on_fakes(plain, self.mode, dtype).train()
         with self._inside():
             if share.experts_over > 1:
                 share_experts(self.model, share.experts_over)

@@ -28,6 +28,7 @@ from .speed import Links, StepTime, predict
 from .units import Fact
 from .work import Counter, Work
 
+_TRAINED = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 _FSDP = ("fsdp2", "hsdp", "expert-parallel")
 DISPATCH = {"fp8": 1, "bf16": 2}  # bytes of a token's element on its way to an expert
 MOST = 65_536  # GPUs that are tried
@@ -63,18 +64,16 @@ class _Rehearsed:
 
 
 class Several:
-    """A run, planned under layouts. `lora`: rank of adapters on a frozen FP8 model; 0: none.
-
-    `device`: "cuda" counts allocator blocks, "cpu" bytes in tensors.
-    """
+    """A run, planned under layouts. `device`: "cuda" counts allocator blocks, "cpu" bytes in
+    tensors. Raises ValueError for an unknown `dispatch`."""
 
     def __init__(
-        self, run: Run, *, lora: int = 0, dispatch: str = "fp8", device: str = "cuda",
+        self, run: Run, *, dispatch: str = "fp8", device: str = "cuda",
         model: nn.Module | None = None,
     ) -> None:  # fmt: skip
         if dispatch not in DISPATCH:
             raise ValueError(f"--dispatch: {dispatch!r} is not one of {', '.join(DISPATCH)}")
-        self.run, self.lora, self.dispatch, self.device = run, lora, dispatch, device
+        self.run, self.dispatch, self.device = run, dispatch, device
         self.model = model
         self._known: dict[tuple, _Rehearsed] = {}
 
@@ -156,7 +155,7 @@ class Several:
         gathers = layout.gathers and layout.gpus > 1 and not layout.zero
         key = (run.settings, gathers, layout.experts_over)
         if key not in self._known:
-            share = Share(gathers=gathers, experts_over=layout.experts_over, lora=self.lora)
+            share = Share(gathers=gathers, experts_over=layout.experts_over, lora=run.lora.rank)
             if gathers:  # fused or not, gradients go when they are reduced: see on_rank
                 run = replace(run, optimizer=replace(run.optimizer, fused="off"))
             try:
@@ -169,6 +168,9 @@ class Several:
         self, r: _Rehearsed, layout: Layout, card: Card, links: Links, time: StepTime
     ) -> Iterator[str]:
         yield from under(self.run, layout)[1]
+        if layout.gpus > 1 and (self.run.lora.rank or layout.strategy not in _TRAINED):
+            what = "adapters" if self.run.lora.rank else layout.strategy
+            yield f"on paper: `ottava train` does not run {what} on several GPUs yet"
         yield from under(self.run, layout)[0].notes
         rates = f"FP8 {card.fp8 / 1e12:.0f}, BF16 {card.bf16 / 1e12:.0f}"
         how = (
