@@ -35,7 +35,7 @@ from ..planner.memory import GIB, MemoryReport, estimate_memory, measure_memory
 from .compare import add_gaps, baseline_of, write_comparison
 from .kernels import KernelsRed, require_green, verify
 from .machine import describe_how, describe_machine
-from .peers import OURS, PEERS, VARIANTS, Variant
+from .peers import OURS, PEERS, VARIANTS, Built, Variant
 from .table import comparison_table
 from .workloads import WORKLOADS, Workload, counted_floor
 
@@ -64,13 +64,9 @@ def measure_variant(
     same every time, so one repeat is enough.
     """
     begun = time.perf_counter()
-    row: dict[str, Any] = {"name": variant.name, "status": "not run", "reason": variant.missing()}
-    if row["reason"]:
-        return row
-    dense = counted_floor(workload) is not None
-    if (variant.dense and not dense) or (variant.moe and dense):
-        kind = "not a dense model" if variant.dense else "a dense model"
-        return {**row, "reason": f"{workload.model} is {kind}"}
+    row: dict[str, Any] = {"name": variant.name, "status": "not run"}
+    if reason := _why_not(variant, workload):
+        return {**row, "reason": reason}
     if variant.preset and look:
         planned = planned_for(variant, workload)
         row["planned_bytes"] = planned.peak_bytes
@@ -92,18 +88,7 @@ def measure_variant(
         memory = dict(measured.peak.by_category) or None
         notes += [measured.problem] if measured.problem else []
         row["peak_phase"] = measured.peak.phase
-    # A CUDA graph is captured in the step after this line. That step allocates as every step does;
-    # a replay allocates nothing that the allocator counts.
-    torch.cuda.reset_peak_memory_stats()
-    losses.append(built.step())
-    times = []
-    for _ in range(STEPS):
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        losses.append(built.step())
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - started)
-    peak = torch.cuda.max_memory_allocated()
+    times, peak, later = _time_steps(built)
     if memory is not None and abs(sum(memory.values()) - peak) > SAME * peak:
         notes.append(
             f"the step that was looked into peaked at {sum(memory.values()) / GIB:.2f} GiB, the "
@@ -120,9 +105,34 @@ def measure_variant(
         "reserved_bytes": torch.cuda.max_memory_reserved(),
         "step_ms_each": [1e3 * t for t in times],
         "tok_per_s_each": [workload.tokens / statistics.median(times)],
-        "losses": losses,
+        "losses": losses + later,
         "seconds": {**spent, "all": time.perf_counter() - begun},
     }
+
+
+def _why_not(variant: Variant, workload: Workload) -> str:
+    """Why this variant cannot run on this workload here; empty where it can."""
+    dense = counted_floor(workload) is not None
+    if variant.dense and not dense:
+        return f"{workload.model} is not a dense model"
+    if variant.moe and dense:
+        return f"{workload.model} is a dense model"
+    return variant.missing()
+
+
+def _time_steps(built: Built) -> tuple[list[float], int, list[float]]:
+    """(seconds of each of STEPS steps, peak bytes, losses)."""
+    # A CUDA graph is captured in the step after this line. That step allocates as every step does;
+    # a replay allocates nothing that the allocator counts.
+    torch.cuda.reset_peak_memory_stats()
+    losses, times = [built.step()], []
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        losses.append(built.step())
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return times, torch.cuda.max_memory_allocated(), losses
 
 
 def _child(name: str, workload: Workload, out: Path, look: bool) -> int:
