@@ -224,9 +224,12 @@ def test_autocast_nests_and_unwinds():
 
 
 def test_models_leave_nothing_behind():
+    from ottava.layers import delayed
+
     outputs = []
     gc.collect()
-    gc.freeze()  # what other tests left need not be searched 50 times
+    others = len(delayed._histories)  # of models that other tests hold
+    gc.freeze()  # what they left need not be searched 50 times
     for _ in range(50):
         layer = make(16, 16, recipe="delayed")
         opt = torch.optim.SGD(layer.parameters(), lr=0.1)
@@ -238,9 +241,7 @@ def test_models_leave_nothing_behind():
         gc.collect()
     gc.unfreeze()
     assert torch.equal(outputs[0], outputs[-1])
-    from ottava.layers import delayed
-
-    assert len(delayed._histories) == 0
+    assert len(delayed._histories) <= others
 
 
 def test_output_is_bitwise_the_same_in_every_mode():
