@@ -182,6 +182,7 @@ class _Writer:
         self.whole_grads: dict[int, int] = {}  # storage -> parameter, not reduced yet
         self.shares: dict[int, int] = {}  # storage of a whole gradient -> of its share
         self.exchanged: dict[int, int] = {}
+        self.filled = 0  # of a DDP bucket
         self.phase = "idle"
 
     # ---- events ----
@@ -333,9 +334,10 @@ class _Writer:
         """One gradient after the other goes through a bucket that is there (ZeRO), or is made a
         part of one that takes its place (DDP)."""
         if self.layout.strategy == "ddp" and self.layout.gpus > 1:
-            sizes = [self.facts[i].grad_bytes for i in self.units.get(unit, ())]
-            largest = max(self.layout.bucket_bytes, *sizes, 0)
-            self.dies(self.born(min(largest, sum(sizes)), origin="bucket"))
+            self.filled += sum(self.facts[i].grad_bytes for i in self.units.get(unit, ()))
+            if self.filled >= self.layout.bucket_bytes or unit == self.rest:
+                self.dies(self.born(self.filled, origin="bucket"))
+                self.filled = 0
         for storage in mine:
             self._keep_share(storage)
 
