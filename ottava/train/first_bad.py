@@ -71,7 +71,7 @@ def broken_state(trainer: Trainer) -> str:
     where all are. Reads all of them once: for when a checkpoint is due."""
     named: list[tuple[str, Tensor]] = []
     for name, p in trainer.model.named_parameters():
-        named += [(name, t) for t in _parts(p)]
+        named += [(name, t) for t in _parts(local(p))]  # of a shard, what it really holds
         for moment, t in trainer.optimizer.state.get(p, {}).items():
             if isinstance(t, Tensor):
                 named.append((f"the optimizer's {moment} of {name}", t))
