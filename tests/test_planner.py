@@ -190,7 +190,10 @@ def test_fewest_gpus_and_experts():
     assert several.smallest(Layout(strategy="ddp"), two.peak_gib / 2) is None
     assert several.experts == 8
     parallel = several.sized(Layout(strategy="expert-parallel"), 12)
-    assert parallel.experts_over == 4 and several.memory(parallel).num_parameters == alone.num_parameters
+    assert (
+        parallel.experts_over == 4
+        and several.memory(parallel).num_parameters == alone.num_parameters
+    )
     with pytest.raises(ValueError, match="has no experts"):
         Several(a_run("dense-w1", "bf16", DENSE)).sized(Layout(strategy="expert-parallel"), 8)
 
