@@ -20,6 +20,7 @@ from .kernels.gemm import gemm_path
 from .kernels.norm import hides_columns
 from .kernels.split import SplitParameter, join_split
 from .layers import attention as attention_layer
+from .layers import te, te_modules
 from .layers.adapters import adapt_experts
 from .layers.decoder import Block, block_class, link_blocks
 from .layers.embedding import Embedding
@@ -73,8 +74,10 @@ def plan(
     )
     if device is None:
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    if chosen.recipe.backend == "te":
+        te.check(chosen.recipe, device)
     native = gemm_path(device, chosen.recipe.input.granularity) == "native"
-    emulated = chosen.recipe.any_fp8 and not native
+    emulated = chosen.recipe.any_fp8 and not native and chosen.recipe.backend == "native"
     made = resolve(model, chosen, emulated=emulated, recompute=recompute)
     for row in made.rows:
         if row.kind in ("norm", "layernorm") and row.recipe and _hides(model, row):
@@ -134,6 +137,7 @@ def convert(
     for row in plan.rows:
         _connect(row, modules)
     model._ottava_plan = plan
+    te.surround(model, plan)
     return model
 
 
@@ -176,6 +180,8 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
     if row.kind == "attention" and original_class(module).__module__.startswith("transformers."):
         return attention_layer.convert_hf(module, row.recipe)
     target = _CLASSES.get(row.kind)
+    if row.recipe is not None and row.recipe.backend == "te":
+        target = te_modules.CLASSES.get(row.kind)
     if target is None or (row.recipe is None and row.kind in ("mlp", "attention", "experts")):
         return _tag_parameters(module, row, number)
     if row.kind == "linear" and row.recipe is None and original_class(module) is not nn.Linear:
@@ -191,7 +197,7 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
 
 def _swap(module: nn.Module, target: type, settings: dict) -> None:
     if not isinstance(module, target):
-        cls = module.__dict__["_ottava_class"] = type(module)
+        cls = module.__dict__.setdefault("_ottava_class", type(module))  # first of several
         plain = next(c for c in target.__mro__ if c.__module__.startswith("torch.nn."))
         own = cls.__module__.startswith("torch.nn.") or not issubclass(cls, plain)
         # A user's subclass of nn.Linear keeps its attributes and methods beside our forward.
@@ -229,6 +235,7 @@ def _swap_block(module: nn.Module) -> None:
 def _tag_parameters(module: nn.Module, row: Row, number: int) -> None:
     """Tell the optimizer which parameters are FP8 GEMM weights, and which must stay FP32."""
     fp8 = row.recipe is not None and row.recipe.any_fp8 and row.kind in ("linear", "experts")
+    fp8 = fp8 and row.recipe.backend == "native"  # Transformer Engine makes codes of its own
     marks = {
         name: {
             "_ottava_stream": 16 * number + index,
@@ -255,6 +262,7 @@ def revert(model: nn.Module) -> nn.Module:
                 join_split(parameter)
             elif isinstance(parameter, FrozenParameter):
                 thaw(parameter)
+        te.leave_alone(module)
         module.__dict__.pop("_history", None)
         module.__dict__.pop("_ottava_plan", None)
     attention_layer.revert_hf(model)

@@ -45,7 +45,8 @@ def wrap_recompute(
     if which == "layer":
         targets: list[nn.Module] = list(layers)
     else:
-        fused = {r.name for r in plan.rows if r.kind == "mlp" and r.recipe} if plan else set()
+        ours = [r for r in plan.rows if r.recipe and r.recipe.backend == "native"] if plan else []
+        fused = {r.name for r in ours if r.kind == "mlp"}
         targets = [
             module
             for name, module in model.named_modules()

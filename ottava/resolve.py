@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from .kernels.frozen import FrozenParameter
+from .layers import te
 from .numerics.policy import Plan, Policy, Row, linked
-from .numerics.recipe import BLOCK128, Recipe
+from .numerics.recipe import BLOCK128, STORAGE, Recipe
 
 # Norm classes whose forward is exactly x / rms(x) * weight (no 1 + weight, no second output).
 # Matched by full class name: a look-alike with other maths must not be swapped.
@@ -207,13 +208,16 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
         if not policy.recipe.any_fp8:
             return replace(row, reason="frozen codes, dequantized to compute")
         return replace(row, recipe=BLOCK128, kept="no input: its weight is frozen codes")
+    theirs = policy.recipe.backend == "te" and kind in ("linear", "experts")
+    if theirs and (why := te.why_not(kind, module, policy.recipe)):
+        return replace(row, reason=why)
     if kind == "experts":
         cls = original_class(module)
         path = f"{cls.__module__}.{cls.__qualname__}"
         if path not in _EXPERTS and not path.startswith((_MODELS, _LAYERS)):
             why = f"fused experts of a class without a known forward ({cls.__name__}): high"
             return replace(row, reason=why)
-        kept = f"{_kept(policy.recipe)}, gate and up in int8 (groups of 128)"
+        kept = f"{_kept(policy.recipe)}, {_GATED}"
         return replace(row, recipe=policy.recipe, kept=kept)
     if kind == "linear":
         return replace(row, recipe=policy.recipe, kept=_kept(policy.recipe))
@@ -224,7 +228,12 @@ def _frozen_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "gate_up_proj", None), FrozenParameter)
 
 
+_GATED = "gate and up in int8 (groups of 128)"
+
+
 def _kept(recipe: Recipe) -> str:
+    if recipe.backend == "te":
+        return "input, as Transformer Engine keeps it"
     return f"input codes ({recipe.input.format})" if recipe.keeps_codes else "input, high precision"
 
 
@@ -259,25 +268,33 @@ def _dependent(row: Row, modules: dict[str, nn.Module], planned: dict[str, Row])
         if readers and readers[0].recipe.keeps_codes:
             kept = "output codes, shared with the linears that read it"
             return replace(row, recipe=readers[0].recipe, kept=kept)
+        if readers and readers[0].recipe.backend == "te":  # whose fused norms fit one reader only
+            kept = "output codes, for itself: Transformer Engine's linears cast their own"
+            return replace(row, recipe=STORAGE, kept=kept)
         return replace(row, reason="no 8-bit linear reads it", kept="output, high precision")
     if row.kind == "mlp":
         recipes = {planned[name].recipe for name in row.parts}
         biased = any(modules[name].bias is not None for name in row.parts)
         if len(recipes) == 1 and None not in recipes and not biased:
-            kept = "input codes, gate and up in int8 (groups of 128)"
-            return replace(row, recipe=recipes.pop(), kept=kept)
+            recipe = recipes.pop()
+            return replace(row, recipe=recipe, kept=f"{_INPUT[recipe.backend]}, {_GATED}")
         why = "its linears have a bias" if biased else "its three linears differ in recipe"
         return replace(row, reason=f"not fused: {why}")
     if row.kind == "attention":
-        if near and near[0].recipe.keeps_codes:
+        theirs = bool(near) and near[0].recipe.backend == "te"
+        if near and (near[0].recipe.keeps_codes or theirs):
             recipe = near[0].recipe
             codes = recipe.attention != "high"
             form = f"in {recipe.attention} per head row" if codes else "in high precision"
+            if theirs:
+                recipe = replace(STORAGE, attention=recipe.attention)
+                return replace(row, recipe=recipe, kept=f"q, k, v {form}; output as it is")
             return replace(row, recipe=recipe, kept=f"q, k, v {form}; output codes")
         return replace(row, reason="no 8-bit linear beside it")
     return row
 
 
+_INPUT = {"native": "input codes", "te": "input as Transformer Engine keeps it"}
 _BASE = "base_layer"  # what PEFT calls the layer that an adapter wraps
 
 

@@ -302,11 +302,14 @@ def test_an_option_that_does_nothing():
             assert observed(other)[:2] != observed(base)[:2], (gemm, field.name)
     assert observed(Recipe(keep="high"))[:2] != observed(Recipe())[:2]
     assert observed(Recipe(name="other"))[2] != observed(Recipe())[2]
-    with pytest.raises(ValueError, match=r"Recipe\.backend: 'te' is not one of native"):
-        Recipe(backend=OTHER["backend"])
+    with pytest.raises(ValueError, match=r"Recipe\.name: 'custom' is not one of te:delayed"):
+        Recipe(backend=OTHER["backend"])  # its options are checked in test_te
+    with pytest.raises(ValueError, match=r"Recipe\.options: 'interval' is for a recipe of Trans"):
+        Recipe(options=(("interval", 4),))
     assert {f.name for t in (Cast, Gemm) for f in fields(t)} <= set(OTHER)
     assert {f.name for f in fields(Recipe)} == {*sides, "output", "grad_input", "grad_weight",
-                                                "name", "keep", "backend"}  # fmt: skip
+                                                "name", "keep", "backend",
+                                                "attention", "options"}  # fmt: skip
     delayed = Cast(scaling="delayed")
     with pytest.raises(ValueError, match="weight's own amax"):
         Recipe(weight=delayed)

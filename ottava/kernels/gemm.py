@@ -167,8 +167,9 @@ _gemm = operator(
 
 
 def fp8_gemms() -> int:
-    """How many FP8 products (single and grouped, native or emulated) have run in this process."""
-    return calls["gemm"] + calls["grouped_gemm"]
+    """How many FP8 products (single and grouped, native or emulated) have run in this process; of
+    Transformer Engine's those of forwards."""
+    return calls["gemm"] + calls["grouped_gemm"] + calls["transformer_engine"]
 
 
 def gemm(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ..numerics.recipe import Gemm, Recipe, get_recipe
+from ..numerics.recipe import Gemm, Recipe, native_recipe
 
 _HIGH = Gemm(fp8=False)
 # Every GEMM and everything kept in high precision; needed where a weight is stored as codes.
@@ -37,10 +37,10 @@ def autocast(
 
     `recipe` overrides the modules' own (a name or a Recipe); None leaves each its own.
     `fp8_recipe` is the older spelling of `recipe`. Contexts nest; the innermost wins.
-    Raises ValueError for an unknown recipe name, before anything runs.
+    Raises ValueError for an unknown recipe name, or one of Transformer Engine's, before anything runs.
     """
     chosen = recipe if recipe is not None else fp8_recipe
-    entry = HIGH if not enabled else (get_recipe(chosen) if chosen is not None else None)
+    entry = HIGH if not enabled else (native_recipe(chosen) if chosen is not None else None)
     _stack.entries.append(entry)
     try:
         yield

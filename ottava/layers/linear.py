@@ -22,7 +22,7 @@ from ..kernels.cast import Quantized
 from ..kernels.gemm import gemm
 from ..kernels.joined import join_transposed
 from ..kernels.split import SplitParameter
-from ..numerics.recipe import Recipe, get_recipe
+from ..numerics.recipe import Recipe, native_recipe
 from ..stretch import runs_again
 from .autocast import HIGH, recipe_in_force
 from .delayed import AmaxHistory
@@ -141,7 +141,7 @@ class Linear(Stored, nn.Linear):
         self, in_features, out_features, bias=True, device=None, dtype=None, *, recipe="tensor"
     ):
         super().__init__(in_features, out_features, bias, device, dtype)
-        self.recipe = get_recipe(recipe)
+        self.recipe = native_recipe(recipe)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not traceable(self.weight):

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..kernels import norm as norm_kernels
 from ..kernels.norm_codes import norm_codes
-from ..numerics.recipe import Recipe, get_recipe
+from ..numerics.recipe import Recipe, native_recipe
 from ..stretch import runs_again
 from .autocast import recipe_in_force
 from .delayed import AmaxHistory
@@ -119,7 +119,7 @@ class RMSNorm(_Norm, nn.RMSNorm):
         *, recipe="tensor",
     ):  # fmt: skip
         super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
-        self.recipe = get_recipe(recipe)
+        self.recipe = native_recipe(recipe)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape) if self.weight is not None else ''}, {self.recipe}"
@@ -133,7 +133,7 @@ class LayerNorm(_Norm, nn.LayerNorm):
         dtype=None, *, recipe="tensor",
     ):  # fmt: skip
         super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
-        self.recipe = get_recipe(recipe)
+        self.recipe = native_recipe(recipe)
         if len(self.normalized_shape) != 1:
             raise ValueError(
                 f"LayerNorm: normalizes over {len(self.normalized_shape)} dims; only the last one "

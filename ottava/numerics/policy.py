@@ -15,6 +15,7 @@ from typing import Any
 from .display import html_table, rich_table
 from .recipe import Recipe, get_recipe, recipe_from_dict, recipe_to_dict
 
+TE_KEEPS = "what Transformer Engine keeps is its own, and its memory is not planned"
 SMALLEST = 16  # FP8 matrix units take multiples of 16; below that, padding costs more than it saves
 
 
@@ -242,8 +243,13 @@ class Plan:
         unit = "FP8, emulated: no FP8 unit for it here" if self.emulated else "FP8"
         return (
             f"{self.num_fp8} modules in {unit}; {self.share_weights:.1%} of the weights, "
-            f"{self.share_flops:.1%} of the GEMM FLOPs; {self.num_kept} keep 8-bit codes"
+            f"{self.share_flops:.1%} of the GEMM FLOPs; {self.num_kept} keep 8-bit codes{self._theirs}"
         )
+
+    @property
+    def _theirs(self) -> str:
+        used = any(r.recipe and r.recipe.backend == "te" for r in self.rows)
+        return f"; {TE_KEEPS}" if used else ""
 
     def _cells(self) -> tuple[list[str], list[list[str]], list[bool]]:
         """(column titles, texts of each group of rows, whether it stays in high precision)."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from .formats import FORMATS
 
@@ -21,6 +21,8 @@ AmaxFrom = Literal["max", "most_recent"]
 Keep = Literal["auto", "codes", "high"]
 AttentionKeep = Literal["int8", "e4m3", "high"]
 ATTENTION_KEEPS = get_args(AttentionKeep)
+Backend = Literal["native", "te"]
+TE_NAMES = ("te:delayed", "te:current", "te:block", "te:mxfp8")
 
 
 def _choose(owner: str, name: str, value: str, choices: tuple[str, ...]) -> None:
@@ -105,6 +107,9 @@ class Recipe:
     under high-precision compute: the `storage` preset); "high" always keeps high precision.
     `attention`: what an attention keeps q, k and v as, where the recipe keeps codes: "int8" or "e4m3"
     with one scale per head row, or "high" as they are.
+    `backend`: "native", or "te" for Transformer Engine, whose recipe the name says (te:current ...);
+    casts and GEMMs are then its own (those here name the formats), and so is what a linear keeps.
+    `options`: (name, value) of its recipe's own options, checked where it is used.
     """
 
     name: str = "custom"
@@ -116,12 +121,20 @@ class Recipe:
     grad_weight: Gemm = field(default_factory=Gemm)
     keep: Keep = "auto"
     attention: AttentionKeep = "int8"
-    backend: str = "native"
+    backend: Backend = "native"
+    options: tuple[tuple[str, Any], ...] = ()
 
     def __post_init__(self) -> None:
         _choose("Recipe", "keep", self.keep, get_args(Keep))
         _choose("Recipe", "attention", self.attention, ATTENTION_KEEPS)
-        _choose("Recipe", "backend", self.backend, ("native",))
+        _choose("Recipe", "backend", self.backend, get_args(Backend))
+        if self.options and self.backend == "native":
+            raise ValueError(
+                f"Recipe.options: {self.options[0][0]!r} is for a recipe of Transformer Engine's "
+                f"({', '.join(TE_NAMES)}), and this is {self.name!r}"
+            )
+        if self.backend == "te":
+            _choose("Recipe", "name", self.name, TE_NAMES)
         if self.weight.scaling == "delayed":
             raise ValueError(
                 "Recipe.weight: scaling 'delayed' would be a guess; a weight's own amax is known: use "
@@ -188,6 +201,9 @@ class Recipe:
         return (self.grad_output if self.input.scaling == "current" else self.input).history
 
     def __str__(self) -> str:
+        if self.backend == "te":
+            options = "".join(f", {name}={value!r}" for name, value in self.options)
+            return f"{self.name}(Transformer Engine{options})"
         gemms = "".join(
             ("F" if g.fast_accum else "8") if g.fp8 else "-"
             for g in (self.output, self.grad_input, self.grad_weight)
@@ -232,14 +248,46 @@ STORAGE = Recipe(
     keep="codes",
 )
 RECIPES = {r.name: r for r in (TENSOR, ROW, BLOCK128, DELAYED, STORAGE)}
+# Transformer Engine's: e4m3, and e5m2 for gradients under one scale per tensor.
+TE_RECIPES = {
+    name: Recipe(
+        name=name,
+        backend="te",
+        grad_output=Cast(format="e5m2" if name in ("te:delayed", "te:current") else "e4m3"),
+        keep="high",
+    )
+    for name in TE_NAMES
+}
+RECIPE_NAMES = (*RECIPES, *TE_NAMES)
 
 
 def get_recipe(recipe: str | Recipe) -> Recipe:
     """A named recipe, or the recipe itself. Raises ValueError with the nearest name."""
     if isinstance(recipe, Recipe):
         return recipe
-    _choose("recipe", "name", recipe, tuple(RECIPES))
-    return RECIPES[recipe]
+    _choose("recipe", "name", recipe, RECIPE_NAMES)
+    return {**RECIPES, **TE_RECIPES}[recipe]
+
+
+def native_recipe(recipe: str | Recipe) -> Recipe:
+    """The same, of Ottava's own kernels. Raises ValueError for one of Transformer Engine's."""
+    found = get_recipe(recipe)
+    if found.backend != "native":
+        raise ValueError(
+            f"{found.name}: for converted models only (ottava.convert(model, recipe={found.name!r})); "
+            "around a forward enter Transformer Engine's own te.autocast"
+        )
+    return found
+
+
+def te_recipe(name: str, **options: Any) -> Recipe:
+    """A recipe of Transformer Engine's (te:delayed, te:current, te:block, te:mxfp8) with options of
+    its own class, such as amax_history_len=16 or fp8_format="E4M3".
+
+    Raises ValueError for another name, and in `plan` for an option that it has not.
+    """
+    _choose("recipe", "name", name, TE_NAMES)
+    return replace(TE_RECIPES[name], options=tuple(sorted(options.items())))
 
 
 def recipe_to_dict(recipe: Recipe) -> dict:
@@ -249,7 +297,7 @@ def recipe_to_dict(recipe: Recipe) -> dict:
         value = getattr(recipe, f.name)
         if isinstance(value, Cast | Gemm):
             value = {g.name: getattr(value, g.name) for g in fields(value)}
-        out[f.name] = value
+        out[f.name] = dict(value) if f.name == "options" else value
     return out
 
 
@@ -260,4 +308,6 @@ def recipe_from_dict(data: dict) -> Recipe:
         raise ValueError(f"recipe: unknown field {sorted(unknown)[0]!r}")
     types = {"input": Cast, "weight": Cast, "grad_output": Cast}
     types |= {"output": Gemm, "grad_input": Gemm, "grad_weight": Gemm}
-    return Recipe(**{k: types[k](**v) if k in types else v for k, v in data.items()})
+    values = {k: types[k](**v) if k in types else v for k, v in data.items()}
+    values["options"] = tuple(dict(values.get("options", ())).items())
+    return Recipe(**values)
