@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import shutil
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,10 +15,11 @@ from rich.table import Table
 
 from .bench.machine import version_of
 from .config import PRESETS, Preset
+from .layers import te
 
 # distribution, what it is for, the line that installs it
 OPTIONAL = {
-    "transformer-engine": ("measured beside ours by compare --peers", "pip install 'ottava[te]'"),
+    "transformer-engine": ("precision.recipe=te:*, and compare --peers", te.INSTALL),
     "deepspeed": ("several GPUs with ZeRO", "pip install 'ottava[deepspeed]'"),
     "datasets": ("Hugging Face data sets", "pip install 'ottava[data]'"),
     "pyarrow": (".parquet files", "pip install 'ottava[data]'"),
@@ -26,6 +28,9 @@ OPTIONAL = {
     "wandb": ("log.trackers=wandb", "pip install 'ottava[track]'"),
     "lm-eval": ("tasks of ottava eval", "pip install 'ottava[eval]'"),
 }
+
+_TE_PARTS = ("", "-torch", "-cu12", "-cu13")
+LEAST_CUDNN = (9, 12, 0)  # of Transformer Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +109,7 @@ def examine() -> dict[str, Any]:
             name: {"version": version_of(name), "for": purpose, "install": line}
             for name, (purpose, line) in OPTIONAL.items()
         },
-        "problems": _problems(gpus, versions),
+        "problems": [*_problems(gpus, versions), *_te_problems()],
     }
 
 
@@ -145,6 +150,58 @@ def _problems(gpus: list[Gpu], versions: dict[str, str | None]) -> list[str]:
     if gpus and versions["triton"] is None:
         problems.append("triton is not installed, so no GPU kernel can run; pip install triton")
     return problems
+
+
+def te_problems(
+    parts: Mapping[str, str | None], cuda: str | None, cudnn: tuple[int, ...] | None
+) -> list[str]:
+    """What is wrong with an installed Transformer Engine, a line each; empty where it is absent.
+
+    parts: versions of transformer-engine, transformer-engine-torch, -cu12 and -cu13. cuda, cudnn: of
+    torch, None on a build for the CPU.
+    """
+    own, glue = parts.get("transformer-engine"), parts.get("transformer-engine-torch")
+    if own is None:
+        return []
+    found = []
+    cores = {k[-4:]: parts[k] for k in parts if k.endswith(("cu12", "cu13")) and parts[k]}
+    if glue is None:
+        found.append(f"transformer-engine {own} has no PyTorch part; {te.INSTALL}")
+    for name, other in {"transformer-engine-torch": glue, **cores}.items():
+        if other not in (None, own):
+            found.append(
+                f"transformer-engine is {own} and {name} {other}, which must be the same; pip "
+                f"install --no-build-isolation 'transformer-engine[pytorch]=={own}'"
+            )
+    if cuda is None:
+        found.append(f"transformer-engine {own} needs a PyTorch built for CUDA; this one is not")
+    elif f"cu{cuda.partition('.')[0]}" not in cores:
+        core = f"core_cu{cuda.partition('.')[0]}"
+        found.append(
+            f"PyTorch is built for CUDA {cuda} and transformer-engine's core for "
+            f"{' and '.join(cores) or 'nothing'}; pip install 'transformer-engine[{core}]=={own}'"
+        )
+    if cudnn is not None and cudnn < LEAST_CUDNN:
+        have, need = (".".join(map(str, v)) for v in (cudnn, LEAST_CUDNN))
+        found.append(
+            f"transformer-engine {own} needs cuDNN {need} and finds {have}; pip install -U "
+            f"nvidia-cudnn-cu{(cuda or '13').partition('.')[0]}, and put its lib folder on "
+            "LD_LIBRARY_PATH"
+        )
+    return found
+
+
+def _te_problems() -> list[str]:
+    parts = {n: te.installed(n) for n in (f"transformer-engine{e}" for e in _TE_PARTS)}
+    raw = torch.backends.cudnn.version() if torch.version.cuda else None
+    cudnn = None if raw is None else (raw // 10000, raw // 100 % 100, raw % 100)
+    found = te_problems(parts, torch.version.cuda, cudnn)
+    if parts["transformer-engine"] and not found and torch.cuda.is_available():
+        try:
+            te.library()
+        except ValueError as error:
+            found.append(str(error))
+    return found
 
 
 def _memory_gib() -> float | None:

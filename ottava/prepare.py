@@ -23,7 +23,7 @@ from .models.load import holds_fp8, load_config, load_model, skeleton
 from .models.moe import Router, freeze_router
 from .models.storage import RESIDUAL_BITS
 from .numerics.policy import Plan
-from .numerics.recipe import get_recipe
+from .numerics.recipe import Recipe, get_recipe
 from .optim.adamw import AdamW
 from .optim.fused_backward import FusedBackward, fuse_backward
 
@@ -118,7 +118,7 @@ def convert_for(run: Run, model: nn.Module, device: str | torch.device) -> Plan 
     if settings.recipe is not None:
         plan = make_plan(
             model,
-            replace(get_recipe(settings.recipe), attention=p.attention),
+            _recipe(run),
             p.keep,
             policy=p.policy,
             first_last_high=p.first_last_high,
@@ -133,6 +133,32 @@ def convert_for(run: Run, model: nn.Module, device: str | torch.device) -> Plan 
         if parameter.requires_grad and parameter.dtype != wanted and not keeps_fp32:
             parameter.grad_dtype = wanted
     return plan
+
+
+def _recipe(run: Run) -> Recipe:
+    """The recipe of a run whose preset has one. Raises ConfigError for what does not go with one of
+    Transformer Engine's."""
+    p, name = run.precision, str(run.settings.recipe)
+    recipe = replace(get_recipe(name), attention=p.attention)
+    if recipe.backend != "te":
+        if p.te:
+            raise ConfigError(
+                f"precision.te: options for Transformer Engine, and precision.recipe is {name}; "
+                "use te:delayed, te:current, te:block or te:mxfp8, or remove the key"
+            )
+        return recipe
+    if name == "te:delayed" and run.train.recompute != "none":
+        raise ConfigError(
+            f"precision.recipe: te:delayed would move its histories again where "
+            f"train.recompute={run.train.recompute} runs layers a second time; use te:current"
+        )
+    if run.distributed.strategy in ("fsdp2", "deepspeed"):
+        raise ConfigError(
+            f"precision.recipe: {name} is for one process or distributed.strategy=ddp; under "
+            f"{run.distributed.strategy} Transformer Engine's copies of gathered weights would stay "
+            "on every rank; use a native recipe"
+        )
+    return replace(recipe, options=tuple(sorted(p.te.items())))
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

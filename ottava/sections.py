@@ -10,7 +10,7 @@ from typing import Any
 
 from .numerics.policy import POLICIES
 from .numerics.preset import MASTERS, PRESETS, RECOMPUTES, STATES
-from .numerics.recipe import ATTENTION_KEEPS, RECIPES
+from .numerics.recipe import ATTENTION_KEEPS, RECIPE_NAMES
 from .schema import key
 
 TRACKERS = ("tensorboard", "trackio", "wandb")  # monitor/trackers.py opens them
@@ -139,7 +139,15 @@ class Optimizer:
 class Precision:
     """[precision]: which modules run in FP8, how, and when."""
 
-    recipe: str = key("preset", "How FP8 linears scale.", choices=("preset", *RECIPES))
+    recipe: str = key(
+        "preset",
+        "How FP8 linears scale; te:* run on Transformer Engine.",
+        choices=("preset", *RECIPE_NAMES),
+    )
+    te: dict[str, Any] = key(
+        doc="With a te:* recipe: options of Transformer Engine's own, such as amax_history_len.",
+        factory=dict,
+    )
     attention: str = key("int8", "What attention keeps q, k and v as, where a recipe keeps codes.",
                          choices=ATTENTION_KEEPS)  # fmt: skip
     policy: str = key("default", "Which modules stay in high precision.",

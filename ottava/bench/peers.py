@@ -276,8 +276,14 @@ OURS = (
     _preset("fp8", "mlp"),
     _preset("fp8-lean", "layer"),
     Variant(
-        "fp8-lean, delayed", _ours("fp8-lean", recipe="delayed"), preset="fp8-lean",
+        "fp8-lean, delayed",
+        _ours("fp8-lean", recipe="delayed"),
+        preset="fp8-lean",
         recipe="delayed",
+    ),
+    *(
+        Variant(f"{preset}, te:{how}", _ours(preset, recipe=f"te:{how}"), (_TE,))
+        for preset, how in (("fp8", "current"), ("fp8", "delayed"), ("fp8-lean", "current"))
     ),
 )
 PEERS = (

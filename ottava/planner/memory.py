@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 
 from ..config import PRESETS, ConfigError, Data, Model, Run
 from ..models import load
+from ..numerics.policy import TE_KEEPS
 from ..numerics.preset import RECOMPUTES
 from .allocator import AllocatorRecorder, TraceError
 from .lifetimes import CATEGORIES, MemoryTracker, Peak, follow, replay
@@ -266,6 +267,11 @@ def _run_for(model, preset: str, batch: tuple[int, int], recompute: str) -> Run:
 
 
 def _estimate(run: Run, model: nn.Module | None, device: str) -> MemoryReport:
+    if str(run.settings.recipe).startswith("te:"):
+        raise ValueError(
+            f"memory: under precision.recipe={run.settings.recipe} {TE_KEEPS}; measure a short run, "
+            "or plan with precision.recipe=tensor"
+        )
     rehearsal = Rehearsal(run, model, device, Share(lora=run.lora.rank))
     try:
         peak, reserved = rehearsal.measure()

@@ -74,6 +74,8 @@ def _why_not_module(model: nn.Module) -> str | None:
         if isinstance(module, Router | Experts | CodedExperts):
             return f"{name}: how many tokens each expert gets is read on the host"
         recipe = getattr(module, "recipe", None)
+        if isinstance(recipe, Recipe) and recipe.backend == "te":
+            return f"{name} runs on Transformer Engine, which keeps state of its own"
         if isinstance(recipe, Recipe) and "stochastic" in (
             recipe.input.rounding, recipe.weight.rounding, recipe.grad_output.rounding
         ):  # fmt: skip

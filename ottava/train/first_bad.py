@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.split import SplitParameter
+from ..layers import te
 from ..layers.delayed import discard_amax
 from ..models.moe import take_loads
 from ..monitor.locate import tracing
@@ -44,7 +45,7 @@ def locate(trainer: Trainer, window: list[Batch], valid: int) -> tuple[str, str]
         return None
     before = resume.random_state()
     count = torch.full((), max(valid, 1), dtype=torch.int64, device=trainer.device)
-    with tracing(trainer.model) as trace:
+    with tracing(trainer.model) as trace, te.Scaling(trainer.model):
         for batch in window:
             with trainer.precision():
                 loss = trainer.loss_of(batch, valid, count)

@@ -20,6 +20,7 @@ from torch import nn
 
 from ..config import Run
 from ..distributed.strategy import Strategy
+from ..layers import te
 from ..layers.delayed import AmaxHistory, clock
 from ..numerics.policy import Plan
 from ..numerics.recipe import Cast, Recipe
@@ -161,6 +162,7 @@ def collect(trainer: Trainer) -> dict[str, Any]:
         "schedule": trainer.schedule.state_dict(),
         "data": trainer.data.train.state_dict(),
         "amax": amax_state(trainer.model),
+        **({"te": theirs} if (theirs := te.scaling_state(trainer.model)) else {}),
         "progress": {
             "step": trainer.step,
             "skipped": trainer.skipped,
@@ -203,6 +205,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> list[str]:
     trainer.schedule.load_state_dict({**checkpoint.section("schedule"), "peaks": peaks})
     trainer.data.train.load_state_dict(checkpoint.section("data"))
     notes += load_amax_state(trainer.model, checkpoint.section("amax"))
+    if "te" in checkpoint.skeleton:
+        te.load_scaling_state(trainer.model, checkpoint.section("te"))
     progress = checkpoint.section("progress")
     trainer.step, trainer.skipped = progress["step"], progress["skipped"]
     trainer.tokens = progress["tokens"]

@@ -25,7 +25,7 @@ import torch
 from .. import prepare
 from ..config import Run
 from ..distributed.choose import strategy_of
-from ..layers.autocast import autocast
+from ..layers import te
 from ..layers.delayed import clock, discard_amax
 from ..models.mimo import MiMoPreTrainedModel
 from ..models.moe import balance, take_loads, worst_load
@@ -126,7 +126,8 @@ class Trainer:
         valid, tokens = map(int, self.strategy.sum(valid, tokens))
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.adopt_health()
-        look = self._look = self.observer.begin(self.step)
+        look, scaling = self.observer.begin(self.step), te.Scaling(self.model)
+        self._look = look
         take = self.launch_step
         if self.captured is not None:
             by_python = look or self.laps.timed
@@ -140,6 +141,7 @@ class Trainer:
         if stepped and self.ema is not None:
             self.ema.update()
         if not stepped:
+            scaling.put_back()
             discard_amax(self.parameters)
             self.skipped += 1
         self.health.note(loss, norm, bad=bool(cause) or not stepped)
@@ -251,7 +253,7 @@ class Trainer:
 
     def eight_bit(self) -> AbstractContextManager:
         """The 8-bit context of the step at hand."""
-        return autocast(enabled=self.in_eight_bits)
+        return te.eight_bit(self.plan, self.in_eight_bits)
 
     @contextmanager
     def precision(self) -> Iterator[None]:
@@ -283,7 +285,8 @@ class Trainer:
         torch.clear_autocast_cache()
         try:
             self.model.eval()
-            with self.ema.applied() if averaged else nullcontext(), self.precision():
+            average = self.ema.applied() if averaged else nullcontext()
+            with te.Scaling(self.model), average, self.precision():
                 batches = held.first(self.config.train.eval_batches)
                 return float(mean_loss(self.model, batches, self.device, mask))
         finally:
