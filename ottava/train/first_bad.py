@@ -76,7 +76,8 @@ def broken_state(trainer: Trainer) -> str:
         for moment, t in trainer.optimizer.state.get(p, {}).items():
             if isinstance(t, Tensor):
                 named.append((f"the optimizer's {moment} of {name}", t))
-    named = [(n, local(t)) for n, t in named if t.is_floating_point() and t.numel()]
+    named = [(n, local(t)) for n, t in named]
+    named = [(n, t) for n, t in named if t.is_floating_point() and t.numel()]
     where = trainer.device
     flags = torch.stack([_all_finite(t).to(where) for _, t in named]).tolist() if named else []
     first = next((n for (n, _), good in zip(named, flags, strict=True) if not good), "")
@@ -84,9 +85,10 @@ def broken_state(trainer: Trainer) -> str:
 
 
 def _parts(p: Tensor) -> list[Tensor]:
-    if isinstance(p, SplitParameter):
-        return [t for t in (p.data, p.scale) if t is not None]
-    return [p.detach()]
+    own = local(p)  # of a split master in shards, what it is kept in means nothing as numbers
+    if isinstance(own, SplitParameter):
+        return [t for t in (own.data, own.scale) if t is not None]
+    return [own.detach()]
 
 
 def _all_finite(t: Tensor) -> Tensor:
