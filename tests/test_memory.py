@@ -8,6 +8,7 @@ from torch import nn
 from ottava.layers.delayed import clock
 from ottava.models.load import load_model
 from ottava.models.presets import preset_config
+from ottava.monitor.metrics import read_metrics
 from ottava.optim.adamw import AdamW
 from ottava.planner.allocator import (
     AllocatorRecorder,
@@ -223,6 +224,17 @@ def test_planned_is_measured_with_everything_on(tmp_path):
     planned = estimate_memory(run, device="cpu")
     assert planned.peak_bytes == pytest.approx(measured.peak.bytes, rel=0.01)
     assert planned.by_category["moments"] == measured.peak.by_category["moments"]
+
+
+@pytest.mark.parametrize("preset", ["fp32", "amp", "fp8", "fp8-lean", "storage"])
+def test_what_a_run_says_it_holds_is_what_was_planned(preset, tmp_path):
+    run = tiny_run(tmp_path, preset, steps=2, ema={"decay": 0.9}, train={"eval_every": 0})
+    Trainer(run).run(quiet=True)
+    held = dict(read_metrics(run.out).of("memory")[0]["gib"])
+    assert held.pop("peak") > sum(held.values())
+    planned = estimate_memory(run, device="cpu").by_category
+    states = {c: planned[c] for c in ("weights", "master", "moments") if planned[c]}
+    assert {name: gib * 2**30 for name, gib in held.items()} == states
 
 
 def test_planning_leaves_no_trace():

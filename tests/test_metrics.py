@@ -58,6 +58,19 @@ def test_broken_lines_and_other_versions_are_said(tmp_path):
     assert metrics.series("step", "loss") == ([2], [0.5])
 
 
+def test_memory_of_an_older_log_is_read_by_todays_categories(tmp_path):
+    writer = MetricsWriter(tmp_path)
+    old = {"weights": 1, "residuals": 2, "optimizer": 3, "running average": 4, "peak": 11}
+    for gib in (old, {"weights": 1.0, "master": 2.0, "moments": 7.0, "peak": 11.0}):
+        writer.write("memory", 2, gib=gib)
+    writer.write("memory", 2, gib={"optimizer": "lost", "running average": 4})
+    writer.write("memory", 2, gib=None)
+    writer.close()
+    older, today, broken, none = (x["gib"] for x in read_metrics(tmp_path).of("memory"))
+    assert older == today == {"weights": 1, "master": 2, "moments": 7, "peak": 11}
+    assert broken == {"moments": 4} and none is None
+
+
 def test_a_folder_without_metrics_says_so(tmp_path):
     metrics = read_metrics(tmp_path)
     assert metrics.lines == [] and "no such file" in metrics.problems[0]

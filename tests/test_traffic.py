@@ -66,8 +66,10 @@ def test_a_run_says_what_its_ranks_send(tmp_path):
         codes_too = sum(p._local_tensor.nbytes for p, _ in rows) + sum(
             own.residual.nbytes for _, own in rows if hasattr(own, "residual") and not own.cast
         )  # a carrier holds codes and residuals
-        assert held["residuals"] * 2**30 == residuals
-        assert (held["weights"] + held["residuals"]) * 2**30 == codes_too
+        assert held["master"] * 2**30 == residuals
+        facts = [v for p, _ in rows for k, v in vars(p).items() if k in ("scale", "amax")]
+        rest = {f.data_ptr(): f.nbytes for f in [*facts, *t.model.buffers()] if f is not None}
+        assert (held["weights"] + held["master"]) * 2**30 == codes_too + sum(rest.values())
         lines = list(read_metrics(strategy.folder(t.config.out)).of("step"))
         return (
             gathers,

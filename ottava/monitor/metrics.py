@@ -26,7 +26,9 @@ counts). Kinds and their fields:
              unseen: rows that ran inside another module, so that nothing passed by
     eval     loss (validation, nats per token), ema_loss (with the running average; null without)
     save     path
-    memory   gib: category -> GiB held between steps, and "peak" so far; once, after two steps
+    memory   gib: the planner's category ("weights", "master", "moments") -> GiB held between steps,
+             and "peak" so far; once, after two steps. Older logs said residuals (now master),
+             optimizer and running average (both now moments), and are read as if they had not
     event    text (a switch of precision, an interruption)
     heal     the run went back by itself: text, to (step), row (demoted, or null), lr (peak from now
              on), position (of the data), rollbacks (so far), high (all rows demoted). Step lines
@@ -54,6 +56,7 @@ from .trackers import Tracker
 
 VERSION = 1
 FILE = "run.jsonl"
+_OLDER = {"residuals": "master", "optimizer": "moments", "running average": "moments"}
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _TEXT = (
     "kind", "name", "preset", "device", "path", "from", "text", "status", "reason", "cause", "row",
@@ -201,10 +204,22 @@ def _parse(row: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(line.get("step"), int):
         return None
+    if line["kind"] == "memory" and isinstance(line.get("gib"), dict):
+        line["gib"] = _in_todays_words(line["gib"])
     return {
         k: _NON_FINITE.get(v, v) if isinstance(v, str) and k not in _TEXT else v
         for k, v in line.items()
     }
+
+
+def _in_todays_words(gib: dict[str, Any]) -> dict[str, Any]:
+    """The "gib" of a memory line, also of an older one, by the categories of today."""
+    out: dict[str, Any] = {}
+    for name, size in gib.items():
+        now = _OLDER.get(name, name)
+        numbers = isinstance(size, int | float) and isinstance(out.get(now), int | float)
+        out[now] = out[now] + size if numbers else size
+    return out
 
 
 def _plain(value: Any) -> Any:

@@ -15,6 +15,7 @@ from ..monitor.console import changed_options
 from ..monitor.metrics import VERSION
 from ..monitor.speed import Speed
 from ..optim.adamw import local
+from ..planner.lifetimes import CATEGORIES, state_tensors
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -28,24 +29,18 @@ def peak_gib(device: torch.device) -> float:
 
 
 def held_gib(trainer: Trainer) -> dict[str, float]:
-    """What is held between steps, by category, and "peak" so far: measured, in GiB."""
-    params = list(trainer.model.parameters())
-    residuals = [r for p in params if isinstance(r := getattr(p, "residual", None), torch.Tensor)]
-    moments = [
-        t
-        for state in trainer.optimizer.state.values()
-        for t in state.values()
-        if isinstance(t, torch.Tensor)
-    ]
-    sizes = {"weights": params, "residuals": residuals, "optimizer": moments}
-    if trainer.ema is not None:
-        sizes["running average"] = list(trainer.ema.shadow.values())
-    held = {
-        name: sum(local(t).nbytes for t in tensors) / 2**30
-        for name, tensors in sizes.items()
-        if tensors
-    }
-    return {**held, "peak": peak_gib(trainer.device)}
+    """What is held between steps, in the planner's categories, and "peak" so far: measured, in GiB.
+    Of several ranks, this one's part. Bytes that two tensors share count once."""
+    held: dict[str, int] = {}
+    seen = set()
+    for category, tensor in state_tensors(trainer.model, trainer.optimizer, trainer.ema):
+        own = local(tensor)
+        place = own.untyped_storage()._cdata, own.storage_offset(), own.nbytes
+        if own.nbytes and place not in seen:
+            seen.add(place)
+            held[category] = held.get(category, 0) + own.nbytes
+    sizes = {name: held[name] / 2**30 for name in CATEGORIES if name in held}
+    return {**sizes, "peak": peak_gib(trainer.device)}
 
 
 def in_words(held: dict[str, float], device: torch.device) -> str:
@@ -100,7 +95,7 @@ def opening(trainer: Trainer, speed: Speed) -> list[str]:
         lines.append(f"plan: {plan.summary()}")
         recipes = Counter(r.recipe.name for r in plan.rows if r.recipe and r.flops)
         lines += [f"  {n} x {name}" for name, n in recipes.items()]
-        reasons = Counter(r.reason for r in plan.rows if r.recipe is None and r.params)
+        reasons = Counter(r.reason for r in plan.rows if r.recipe is None and (r.params or r.flops))
         lines += [f"  {n} x high precision: {reason}" for reason, n in reasons.items() if reason]
     params = sum(p.numel() for p in trainer.model.parameters())
     lines += [f"note: {note}" for note in trainer.strategy.notes()]
