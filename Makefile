@@ -7,7 +7,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test lint docs types wheel clean
+.PHONY: demo test faults lint docs types wheel clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -15,6 +15,10 @@ demo: $(INSTALLED)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n auto tests
+
+# Every fault that a run must survive, injected into real runs: benchmarks/faults.md (about 4 minutes).
+faults: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m ottava.bench.faults
 
 lint: $(INSTALLED)
 	@test -x $(BIN)/ruff || $(BIN)/pip install -q ruff

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from statistics import median
@@ -25,6 +26,7 @@ _CURVES = (
     ("load_peak", "Expert load: largest over mean, worst layer", "times the mean"),
     ("load_cold", "Cold experts: share without a token", "share"),
 )
+_LOST = -(10**6)  # the bin of norms that have no power of ten
 _SHARES = (
     ("saturated", "Saturated: share of an operand that its 8-bit cast clipped"),
     ("underflowed", "Underflowed: share of an operand that its 8-bit cast made zero"),
@@ -40,7 +42,14 @@ def run_page(metrics: Metrics, others: Sequence[tuple[str, Metrics]] = ()) -> st
     body = [_losses(name, run, [(n, Facts(m)) for n, m in others])]
     body += _curves(run)
     body += [_heat(run, field, title) for field, title in _SHARES if run.observed]
-    body += [_memory(run), _time(run), _sent(run), _gradients(run)]
+    body += [
+        _norm_histogram(run),
+        _memory(run),
+        _time(run),
+        _profile(run),
+        _sent(run),
+        _gradients(run),
+    ]
     body += ["<h2>What diagnose says</h2>", _diagnosis(run)]
     notes = _notes(metrics)
     if notes:
@@ -123,9 +132,15 @@ def _time(run: Facts) -> str:
         if values:
             split[label] = median(values)
             split["compute"] = max(split["compute"] - split[label], 0.0)
-    return stacked_bars(
-        [("a step", split)], list(split), title="Time of a step (median)", unit="ms"
-    )
+    rows, names = [("a step", split)], list(split)
+    timed = [x["ms"] for x in run.metrics.of("time") if isinstance(x.get("ms"), dict)]
+    if timed:
+        parts = dict.fromkeys(str(n) for ms in timed for n in ms)
+        rows.append(("by its parts", {
+            n: median([float(ms[n]) for ms in timed if _is_number(ms.get(n))] or [0.0]) for n in parts
+        }))  # fmt: skip
+        names += [n for n in parts if n not in names]
+    return stacked_bars(rows, names, title="Time of a step (median)", unit="ms")
 
 
 def _sent(run: Facts) -> str:
@@ -140,6 +155,49 @@ def _sent(run: Facts) -> str:
     return stacked_bars(
         [("a step", split)], list(split), title="Carried by collectives (median)", unit="MiB"
     )
+
+
+def _norm_histogram(run: Facts) -> str:
+    """How the gradient norms of all parameters spread over powers of ten, look by look."""
+    bins: dict[int, dict[int, float]] = {}
+    for line in run.observed:
+        parameters = (line.get("parameters") or {}).values()
+        found = [v.get("grad_norm") for v in parameters]
+        # inside a line a number that is not finite is text (metrics.py)
+        norms = [x if _is_number(x) else math.nan for x in found if x is not None]
+        for norm in norms:
+            power = math.floor(math.log10(norm)) if 0 < norm < math.inf else None
+            place = bins.setdefault(_LOST if power is None else power, {})
+            place[line["step"]] = place.get(line["step"], 0.0) + 1.0 / len(norms)
+    if not bins:
+        return ""
+    rows = [("zero, or not finite" if n == _LOST else f"1e{n} to 1e{n + 1}", bins[n])
+            for n in sorted(bins, reverse=True)]  # fmt: skip
+    return heat(rows, title="Gradient norms: share of the parameters in each power of ten",
+                least=1e-3)  # fmt: skip
+
+
+def _profile(run: Facts) -> str:
+    """Where the time of the profiled steps went, where there are any."""
+    line = (run.metrics.of("profile") or [{}])[-1]
+    groups, rows = line.get("groups"), line.get("rows")
+    if not isinstance(groups, dict) or not isinstance(rows, list):
+        return ""
+    split = {str(k): float(v) for k, v in groups.items() if _is_number(v)}
+    out = stacked_bars(
+        [("a step", split)], list(split), title="Time by group (profiled)", unit="ms"
+    )
+    head = ["row", "kind", "computes in", "forward ms", "backward ms"]
+    names = ("row", "kind", "recipe", "forward_ms", "backward_ms")
+    body = [
+        [f"{r[k]:.3g}" if _is_number(r.get(k)) else str(r.get(k, "-")) for k in names]
+        for r in rows[:20]
+        if isinstance(r, dict)
+    ]
+    advice = line.get("advice") or []
+    texts = [f"{a[0]}: {a[1]}" for a in advice if isinstance(a, list) and len(a) == 2]
+    items = "".join(f"<li>{escape(t)}</li>" for t in texts)
+    return f"{out}{table(head, body)}<ul>{items}</ul>"
 
 
 def _gradients(run: Facts) -> str:

@@ -93,8 +93,8 @@ class Facts:
 
     @cached_property
     def observed(self) -> list[dict[str, Any]]:
-        """The steps that were looked into."""
-        return self.metrics.of("observe")
+        """The steps that were looked into, as far as they are written as metrics.py says."""
+        return [{**x, **_looks_of(x)} for x in self.metrics.of("observe")]
 
     def numbers(self, name: str) -> list[tuple[int, float]]:
         """(step, value) of a step line's field, where it is a number."""
@@ -188,6 +188,16 @@ class Facts:
         """Median change of a matrix in one step over its norm; None where nobody looked."""
         values = [v for own in self.parameters("update").values() for v in own]
         return median(values) if values else None
+
+
+def _looks_of(line: dict[str, Any]) -> dict[str, dict]:
+    """What a look holds by row, parameter and expert, without what is no numbers by name."""
+
+    def named(x: Any) -> dict[str, dict]:
+        return {k: v for k, v in x.items() if isinstance(v, dict)} if isinstance(x, dict) else {}
+
+    rows = {row: named(operands) for row, operands in named(line.get("rows")).items()}
+    return {"rows": rows} | {k: named(line.get(k)) for k in ("parameters", "experts")}
 
 
 def _non_finite(x: Any) -> bool:

@@ -29,7 +29,10 @@ counts). Kinds and their fields:
     memory   gib: the planner's category ("weights", "master", "moments") -> GiB held between steps,
              and "peak" so far; once, after two steps. Older logs said residuals (now master),
              optimizer and running average (both now moments), and are read as if they had not
-    event    text (a switch of precision, an interruption)
+    time     ms: part -> milliseconds ("data", "forward", "backward", "update", "other"), of the step
+             before each one that is looked into; on a GPU the device's own
+    profile  of `ottava train --profile`: groups (ms a step), rows (ms, slowest first), advice
+    event    text (a switch of precision, a save that failed, micro-batches made smaller)
     heal     the run went back by itself: text, to (step), row (demoted, or null), lr (peak from now
              on), position (of the data), rollbacks (so far), high (all rows demoted). Step lines
              after it count from `to` again
