@@ -130,7 +130,8 @@ def convert(
             )
     _warn_of_earlier(plan)
     _warn_of_experts(plan)
-    for number, row in enumerate(plan.rows):
+    known = [row for row in plan.rows if row.kind != "other"]  # the rest stays untouched
+    for number, row in enumerate(known):
         _apply(modules[row.name], row, plan, number, activations)
     link_blocks(modules)
     adapt_experts(modules)

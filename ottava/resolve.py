@@ -64,7 +64,7 @@ def kind_of(module: nn.Module, name: str, parent: nn.Module | None) -> str | Non
     """What a module is to the plan, or None where it holds nothing that the plan decides.
 
     Kinds: linear, norm, layernorm, mlp, attention, block, experts, router, embedding, head,
-    causal_lm.
+    causal_lm. (`resolve` adds "other": a module with parameters of its own that is none of these.)
     By exact class or by structure, never by a part of a class name.
     """
     cls = original_class(module)
@@ -119,19 +119,27 @@ def resolve(
     head = _output_head(model)
     tied = _tied_to_embedding(model)
     rows: list[Row] = []
+    counted: set[int] = set()  # parameters; a tied one belongs to the first row that has it
     for name, module in named:
         parent = modules.get(name.rpartition(".")[0]) if name else None
         kind = kind_of(module, name, parent)
         if kind == "linear" and (module is head or name.rpartition(".")[2] == "lm_head"):
             kind = "head"
+        own = {id(p): p.numel() for p in module.parameters(recurse=False)}
+        params = sum(numel for key, numel in own.items() if key not in counted)
+        if kind is None and own:
+            rows.append(_other(name, module, params))
         if kind is not None:
-            row = _row(name, kind, module, policy, tied)
+            row = replace(_row(name, kind, module, policy, tied), params=params)
             if kind == "linear" and _is_adapter(name, modules):
                 row = replace(row, recipe=None, reason="adapter of a base layer", kept="")
             rows.append(row)
+        counted.update(own)
     rows = _first_last(rows, policy)
     if head is not None and callable(getattr(model, "get_decoder", None)):
-        rows.append(Row(name="", kind="causal_lm", shape=(), recipe=None, reason="head in chunks"))
+        own = sum(r.params for r in rows if not r.name)  # one row for the model itself
+        whole = Row(name="", kind="causal_lm", shape=(), recipe=None, reason="head in chunks")
+        rows = [*(r for r in rows if r.name), replace(whole, params=own)]
     rows = _second_pass(linked(rows), modules)
     plan = Plan(rows=tuple(rows), policy=policy.name, emulated=emulated, recompute=recompute)
     if policy.recipe.any_fp8 and plan.num_fp8 == 0:
@@ -167,9 +175,17 @@ def _tied_to_embedding(model: nn.Module) -> set[int]:
     return {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
 
 
+def _other(name: str, module: nn.Module, params: int) -> Row:
+    """The row of a module that holds parameters and of which nothing is known but those."""
+    weight = getattr(module, "weight", None)
+    shape = tuple(weight.shape) if isinstance(weight, nn.Parameter) else ()
+    why = f"{original_class(module).__name__}: no 8-bit form"
+    return Row(
+        name=name, kind="other", shape=shape, recipe=None, reason=why, params=params, plain=True
+    )
+
+
 def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]) -> Row:
-    own = list(module.named_parameters(recurse=False))
-    params = sum(p.numel() for _, p in own)
     weight = getattr(module, "weight", None)
     shape = tuple(weight.shape) if isinstance(weight, torch.Tensor) else ()
     flops = 0
@@ -178,8 +194,9 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
     elif kind == "experts":
         shape = tuple(module.gate_up_proj.shape)
         used = getattr(module, "top_k", None) or getattr(module, "num_experts_per_tok", 1)
-        flops = 2 * params * int(used) // max(shape[0], 1)
-    row = Row(name=name, kind=kind, shape=shape, recipe=None, params=params, flops=flops)
+        numel = sum(p.numel() for p in module.parameters(recurse=False))
+        flops = 2 * numel * int(used) // max(shape[0], 1)
+    row = Row(name=name, kind=kind, shape=shape, recipe=None, flops=flops)
     glob = next((g for g in policy.keep if fnmatch.fnmatchcase(name, g)), None)
     if glob is not None:
         recipe = module.__dict__.get("recipe") if "_ottava_class" in module.__dict__ else None

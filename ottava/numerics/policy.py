@@ -55,8 +55,8 @@ def get_policy(name: str | Policy, **changes) -> Policy:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One module of the plan. `recipe` is None where it stays in high precision; then `reason`
-    says why. `kept` names what the module keeps for backward. `params` counts its own parameters;
-    `flops` is multiply-adds x 2 of its forward GEMMs per token. `plain`: conversion leaves it its
+    says why. `kept` names what the module keeps for backward. `params` counts its own parameters,
+    tied ones in the first row that has them: over all rows they add up to the model's. `flops` is multiply-adds x 2 of its forward GEMMs per token. `plain`: conversion leaves it its
     class. `earlier`: an earlier conversion gave it its recipe. `reader`, `parts`: see `linked`."""
 
     name: str
@@ -154,17 +154,19 @@ class Plan:
 
     def _share(self, what: str) -> float:
         total = sum(getattr(r, what) for r in self.rows)
-        ours = sum(getattr(r, what) for r in self.rows if r.recipe and r.recipe.any_fp8)
+        reads = (r for r in self.rows if r.recipe and r.recipe.any_fp8 and r.flops)
+        ours = sum(getattr(r, what) for r in reads)
         return ours / total if total else 0.0
 
     @property
     def share_weights(self) -> float:
-        """Share of all parameters that FP8 GEMMs read, 0 to 1."""
+        """Share of all parameters that FP8 GEMMs read (their biases too, norms not), 0 to 1."""
         return self._share("params")
 
     @property
     def share_flops(self) -> float:
-        """Share of the forward GEMM FLOPs per token that run in FP8, 0 to 1."""
+        """Share of the forward FLOPs per token of linears, experts, routers and the head that run
+        in FP8, 0 to 1. What a module of kind "other" computes is not known, and not in it."""
         return self._share("flops")
 
     def demote(self, name: str, reason: str) -> Plan:
@@ -209,8 +211,9 @@ class Plan:
         return cls(rows=rows, **{k: data[k] for k in ("policy", "emulated", "recompute")})
 
     def difference(self, other: Plan) -> str | None:
-        """The first row in which two plans differ, in words; None when they agree."""
-        mine, theirs = ({r.name: r for r in p.rows} for p in (self, other))
+        """The first row in which two plans differ, in words; None when they agree. Rows of kind
+        "other" decide nothing, and earlier plans had none."""
+        mine, theirs = ({r.name: r for r in p.rows if r.kind != "other"} for p in (self, other))
         for name in mine | theirs:
             a, b = mine.get(name), theirs.get(name)
             if a is None or b is None:
@@ -223,8 +226,9 @@ class Plan:
 
     def __str__(self) -> str:
         head, rows, _ = self._cells()
+        width = max(44, *(len(row[0]) for row in rows), 0)
         lines = [
-            f"{n:44} {k:10} {s:18} {how:30} {label}".rstrip()
+            f"{n:{width}} {k:10} {s:18} {how:30} {label}".rstrip()
             for n, k, s, how, label in [head, *rows]
         ]
         return "\n".join([*lines, self.summary()])
@@ -241,9 +245,11 @@ class Plan:
     def summary(self) -> str:
         """One line: how many modules, and the share of weights and FLOPs, run in FP8."""
         unit = "FP8, emulated: no FP8 unit for it here" if self.emulated else "FP8"
+        unknown = any(r.kind == "other" and len(r.shape) > 1 for r in self.rows)
+        whose = "the linears' FLOPs" if unknown else "the GEMM FLOPs"
         return (
             f"{self.num_fp8} modules in {unit}; {self.share_weights:.1%} of the weights, "
-            f"{self.share_flops:.1%} of the GEMM FLOPs; {self.num_kept} keep 8-bit codes{self._theirs}"
+            f"{self.share_flops:.1%} of {whose}; {self.num_kept} keep 8-bit codes{self._theirs}"
         )
 
     @property
