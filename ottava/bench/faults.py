@@ -122,7 +122,7 @@ def _outcome(case: Case, same: bool) -> str:
 
 
 def _healed(line: dict) -> str:
-    what = f"{line['row']} in high precision" if line.get("row") else "lower learning rate"
+    what = str(line.get("text", "")).rpartition("; ")[2]
     return f"went back from step {line['step']} to {line['to']}, {what}"
 
 
