@@ -154,6 +154,9 @@ def _alone(run: Run, card_name: str, as_json: bool) -> None:
     device = "cuda" if card_name else _device_of(run)
     known = card_of(card_name) if card_name else None
     table = None if run.lora.rank else _planned(run, device)
+    if table is not None and str(run.settings.recipe).startswith("te:"):
+        facts = {"plan": table.to_dict(), "memory": None, "notes": run.notes}
+        return print_json(facts) if as_json else out.print(str(table))  # which says why
     memory = estimate_memory(run, device=device)
     room = known.room_gib if known else available_gib(_torch_device(device))
     # fp8-lean's states alone are the least

@@ -1,6 +1,7 @@
 """Runs whose recipe is Transformer Engine's, with the stand-in for it."""
 
 import copy
+import json
 import sys
 
 import pytest
@@ -100,6 +101,15 @@ def test_the_command_line_refuses_with_the_install_command(tmp_path, monkeypatch
     assert f"Transformer Engine is not installed; {te.INSTALL}" in said
     assert not (tmp_path / "run").exists()
     te_stand_in.forget()
+
+
+def test_the_plan_command_shows_the_table_and_no_memory(fake, capsys):
+    arguments = ["plan", "runs/demo.toml", "precision.recipe=te:current", "device=cpu"]
+    assert main(arguments) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "te:current" in said and "its memory is not planned" in said and "GiB" not in said
+    assert main([*arguments, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["memory"] is None
 
 
 def test_doctor_names_each_part_that_does_not_fit():
