@@ -81,7 +81,7 @@ def plan(
     made = resolve(model, chosen, emulated=emulated, recompute=recompute)
     for row in made.rows:
         if row.kind in ("norm", "layernorm") and row.recipe and _hides(model, row):
-            made = made.with_row(replace(row, recipe=None, reason=_HIDDEN, kept="", plain=True))
+            made = made.with_row(replace(row, recipe=None, reason=_HIDDEN, plain=True))
     why = why_whole(model)
     return made if why is None else made.explain("causal_lm", f"head not in chunks: {why}")
 

@@ -15,8 +15,9 @@ from torch import nn
 
 from .kernels.frozen import FrozenParameter
 from .layers import te
+from .numerics.kept import stated
 from .numerics.policy import Plan, Policy, Row, linked
-from .numerics.recipe import BLOCK128, STORAGE, Recipe
+from .numerics.recipe import BLOCK128, STORAGE
 
 # Norm classes whose forward is exactly x / rms(x) * weight (no 1 + weight, no second output).
 # Matched by full class name: a look-alike with other maths must not be swapped.
@@ -130,9 +131,10 @@ def resolve(
         if kind is None and own:
             rows.append(_other(name, module, params))
         if kind is not None:
-            row = replace(_row(name, kind, module, policy, tied), params=params)
+            frozen = _keeps_no_input(name, kind, modules)
+            row = replace(_row(name, kind, module, policy, tied), params=params, frozen=frozen)
             if kind == "linear" and _is_adapter(name, modules):
-                row = replace(row, recipe=None, reason="adapter of a base layer", kept="")
+                row = replace(row, recipe=None, reason="adapter of a base layer")
             rows.append(row)
         counted.update(own)
     rows = _first_last(rows, policy)
@@ -140,7 +142,7 @@ def resolve(
         own = sum(r.params for r in rows if not r.name)  # one row for the model itself
         whole = Row(name="", kind="causal_lm", shape=(), recipe=None, reason="head in chunks")
         rows = [*(r for r in rows if r.name), replace(whole, params=own)]
-    rows = _second_pass(linked(rows), modules)
+    rows = stated(_second_pass(linked(rows), modules), recompute)
     plan = Plan(rows=tuple(rows), policy=policy.name, emulated=emulated, recompute=recompute)
     if policy.recipe.any_fp8 and plan.num_fp8 == 0:
         raise ValueError(_nothing_eligible(rows))
@@ -201,7 +203,7 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
     if glob is not None:
         recipe = module.__dict__.get("recipe") if "_ottava_class" in module.__dict__ else None
         if recipe is not None:  # no conversion undoes another
-            return replace(row, recipe=recipe, kept=_kept(recipe), earlier=True)
+            return replace(row, recipe=recipe, earlier=True)
         return replace(row, reason=f"kept by {glob!r}", plain=True)
     if kind in ("embedding", "router"):
         return replace(row, reason=f"{kind}: high by policy {policy.name!r}")
@@ -224,7 +226,7 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
     if isinstance(weight, FrozenParameter) or _frozen_experts(module):
         if not policy.recipe.any_fp8:
             return replace(row, reason="frozen codes, dequantized to compute")
-        return replace(row, recipe=BLOCK128, kept="no input: its weight is frozen codes")
+        return replace(row, recipe=BLOCK128)
     theirs = policy.recipe.backend == "te" and kind in ("linear", "experts")
     if theirs and (why := te.why_not(kind, module, policy.recipe)):
         return replace(row, reason=why)
@@ -234,24 +236,25 @@ def _row(name: str, kind: str, module: nn.Module, policy: Policy, tied: set[int]
         if path not in _EXPERTS and not path.startswith((_MODELS, _LAYERS)):
             why = f"fused experts of a class without a known forward ({cls.__name__}): high"
             return replace(row, reason=why)
-        kept = f"{_kept(policy.recipe)}, {_GATED}"
-        return replace(row, recipe=policy.recipe, kept=kept)
-    if kind == "linear":
-        return replace(row, recipe=policy.recipe, kept=_kept(policy.recipe))
-    return row
+    return replace(row, recipe=policy.recipe) if kind in ("linear", "experts") else row
 
 
 def _frozen_experts(module: nn.Module) -> bool:
     return isinstance(getattr(module, "gate_up_proj", None), FrozenParameter)
 
 
-_GATED = "gate and up in int8 (groups of 128)"
-
-
-def _kept(recipe: Recipe) -> str:
-    if recipe.backend == "te":
-        return "input, as Transformer Engine keeps it"
-    return f"input codes ({recipe.input.format})" if recipe.keeps_codes else "input, high precision"
+def _keeps_no_input(name: str, kind: str, modules: dict[str, nn.Module]) -> bool:
+    """Whether backward needs nothing of a module's input: its (first) weight takes no gradient, and
+    no adapter of that weight, run in the same layer, reads the input."""
+    which = {"linear": "weight", "experts": "gate_up_proj"}.get(kind)
+    weight = getattr(modules[name], which, None) if which else None
+    if weight is None or weight.requires_grad:
+        return False
+    while kind == "experts" and name.endswith(f".{_BASE}"):
+        name = name.removesuffix(f".{_BASE}")
+        if getattr(modules[name], "parameter_name", "") == which:
+            return False
+    return True
 
 
 def _first_last(rows: list[Row], policy: Policy) -> list[Row]:
@@ -260,7 +263,7 @@ def _first_last(rows: list[Row], policy: Policy) -> list[Row]:
     eligible = [r.name for r in rows if r.kind == "linear" and r.recipe]
     ends = {eligible[0], eligible[-1]} if eligible else set()
     return [
-        replace(r, recipe=None, reason="first or last linear", kept="") if r.name in ends else r
+        replace(r, recipe=None, reason="first or last linear") if r.name in ends else r
         for r in rows
     ]
 
@@ -283,35 +286,28 @@ def _dependent(row: Row, modules: dict[str, nn.Module], planned: dict[str, Row])
         if row.reader:  # known, and not only by its width
             readers = [planned[row.reader]] if planned[row.reader].recipe else []
         if readers and readers[0].recipe.keeps_codes:
-            kept = "output codes, shared with the linears that read it"
-            return replace(row, recipe=readers[0].recipe, kept=kept)
+            return replace(row, recipe=readers[0].recipe)
         if readers and readers[0].recipe.backend == "te":  # whose fused norms fit one reader only
-            kept = "output codes, for itself: Transformer Engine's linears cast their own"
-            return replace(row, recipe=STORAGE, kept=kept)
-        return replace(row, reason="no 8-bit linear reads it", kept="output, high precision")
+            return replace(row, recipe=STORAGE)
+        return replace(row, reason="no 8-bit linear reads it")
     if row.kind == "mlp":
         recipes = {planned[name].recipe for name in row.parts}
         biased = any(modules[name].bias is not None for name in row.parts)
         if len(recipes) == 1 and None not in recipes and not biased:
-            recipe = recipes.pop()
-            return replace(row, recipe=recipe, kept=f"{_INPUT[recipe.backend]}, {_GATED}")
+            return replace(row, recipe=recipes.pop())
         why = "its linears have a bias" if biased else "its three linears differ in recipe"
         return replace(row, reason=f"not fused: {why}")
     if row.kind == "attention":
         theirs = bool(near) and near[0].recipe.backend == "te"
         if near and (near[0].recipe.keeps_codes or theirs):
             recipe = near[0].recipe
-            codes = recipe.attention != "high"
-            form = f"in {recipe.attention} per head row" if codes else "in high precision"
             if theirs:
                 recipe = replace(STORAGE, attention=recipe.attention)
-                return replace(row, recipe=recipe, kept=f"q, k, v {form}; output as it is")
-            return replace(row, recipe=recipe, kept=f"q, k, v {form}; output codes")
+            return replace(row, recipe=recipe)
         return replace(row, reason="no 8-bit linear beside it")
     return row
 
 
-_INPUT = {"native": "input codes", "te": "input as Transformer Engine keeps it"}
 _BASE = "base_layer"  # what PEFT calls the layer that an adapter wraps
 
 

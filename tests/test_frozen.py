@@ -190,7 +190,7 @@ def test_the_plan_says_what_is_frozen(kept):
     _, folder = kept[False]
     plan = ottava.plan(frozen(folder), policy="mimo")
     row = plan["model.layers.1.mlp.experts"]
-    assert row.recipe == BLOCK128 and "frozen codes" in row.label
+    assert row.recipe == BLOCK128 and "no input: its weight is frozen" in row.label
     assert plan["model.layers.1.self_attn.o_proj"].recipe is None
     none = ottava.plan(frozen(folder), "storage")["model.layers.0.self_attn.qkv_proj"]
     assert none.recipe is None and "dequantized" in none.reason

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from .display import html_table, rich_table
+from .kept import stated
 from .recipe import Recipe, get_recipe, recipe_from_dict, recipe_to_dict
 
 TE_KEEPS = "what Transformer Engine keeps is its own, and its memory is not planned"
@@ -55,9 +56,10 @@ def get_policy(name: str | Policy, **changes) -> Policy:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One module of the plan. `recipe` is None where it stays in high precision; then `reason`
-    says why. `kept` names what the module keeps for backward. `params` counts its own parameters,
+    says why. `kept` says what the module keeps for backward (kept.py). `params` counts its own parameters,
     tied ones in the first row that has them: over all rows they add up to the model's. `flops` is multiply-adds x 2 of its forward GEMMs per token. `plain`: conversion leaves it its
-    class. `earlier`: an earlier conversion gave it its recipe. `reader`, `parts`: see `linked`."""
+    class. `earlier`: an earlier conversion gave it its recipe. `frozen`: its (first) weight takes no
+    gradient, and no adapter reads its input. `reader`, `parts`: see `linked`."""
 
     name: str
     kind: str
@@ -69,6 +71,7 @@ class Row:
     flops: int = 0
     plain: bool = False
     earlier: bool = False
+    frozen: bool = False
     reader: str = ""
     parts: tuple[str, ...] = ()
 
@@ -171,11 +174,13 @@ class Plan:
 
     def demote(self, name: str, reason: str) -> Plan:
         """A plan in which row `name` stays in high precision, for `reason`."""
-        return self.with_row(replace(self[name], recipe=None, reason=reason, kept=""))
+        return self.with_row(replace(self[name], recipe=None, reason=reason))
 
     def with_row(self, row: Row) -> Plan:
-        """A plan with `row` in place of the one of its name."""
-        return replace(self, rows=tuple(row if r.name == row.name else r for r in self.rows))
+        """A plan with `row` in place of the one of its name, and what is kept then."""
+        rows = tuple(row if r.name == row.name else r for r in self.rows)
+        only = {row.name, *row.parts} | {r.name for r in rows if row.name in (r.reader, *r.parts)}
+        return replace(self, rows=stated(rows, self.recompute, only))
 
     def explain(self, kind: str, reason: str) -> Plan:
         """A plan in which the rows of `kind` carry this reason."""
@@ -247,9 +252,11 @@ class Plan:
         unit = "FP8, emulated: no FP8 unit for it here" if self.emulated else "FP8"
         unknown = any(r.kind == "other" and len(r.shape) > 1 for r in self.rows)
         whose = "the linears' FLOPs" if unknown else "the GEMM FLOPs"
+        again = "; each layer keeps its input alone and runs again"
+        layers = again if self.recompute == "layer" else ""
         return (
             f"{self.num_fp8} modules in {unit}; {self.share_weights:.1%} of the weights, "
-            f"{self.share_flops:.1%} of {whose}; {self.num_kept} keep 8-bit codes{self._theirs}"
+            f"{self.share_flops:.1%} of {whose}; {self.num_kept} keep 8-bit codes{layers}{self._theirs}"
         )
 
     @property
