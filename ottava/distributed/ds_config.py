@@ -203,7 +203,7 @@ def _precision(engine: dict[str, Any], run: Run) -> list[str]:
         return []
     note = "deepspeed: fp8 applied (DeepSpeed itself ignores that block, and does not see it)"
     if backend == "transformer_engine":
-        note += "; backend transformer_engine is not built, FP8 runs natively"
+        note += "; backend transformer_engine: under DeepSpeed FP8 runs natively"
     return [note]
 
 
