@@ -185,9 +185,9 @@ def test_the_output_is_cast_once(name, monkeypatch):
     """By attention, with the scale of earlier steps; o_proj casts nothing."""
     model, casts = model_of(name, "delayed"), []
     train(model, 2)
-    make = attention_layer.cast_input
+    make = LinearGemms.cast_input
     monkeypatch.setattr(
-        attention_layer, "cast_input", lambda x, how: casts.append(how) or make(x, how)
+        LinearGemms, "cast_input", lambda how, x, *a: casts.append(how) or make(how, x, *a)
     )
     for o in outputs(model).values():
         assert o._history.ready[0]

@@ -484,14 +484,15 @@ _dequantize = operator(
 )
 
 
-def _run(x, cast, scale, amax, amax_out, key, both):
+def _settings(x, cast, scale, amax, key, both) -> tuple:
+    """The operators' last arguments; ValueError for what they cannot do."""
     if x.dim() != 2:
         raise ValueError(f"quantize: x has {x.dim()} dimensions; flatten it to two")
     if amax is not None and cast.granularity != "tensor":
         raise ValueError(f"quantize: one amax does not give {cast.granularity!r} scales")
     if both and scale is not None and cast.granularity in ("row", "group"):
         raise ValueError(f"quantize_both: {cast.granularity!r} needs two scales; one was given")
-    settings = (
+    return (
         cast.format,
         cast.granularity,
         cast.scale_kind == "pow2",
@@ -500,10 +501,6 @@ def _run(x, cast, scale, amax, amax_out, key, both):
         key,
         both,
     )
-    if amax_out is None:
-        return _quantize(x.detach(), scale, amax, *settings)
-    out = _quantize_noting(x.detach(), scale, amax, amax_out, *settings)
-    return out[: 2 + both * (1 if cast.granularity == "tensor" else 2)]
 
 
 def quantize(
@@ -520,7 +517,11 @@ def quantize(
     scale: use this one (delayed scaling). amax: fp32 (1,), known already, "tensor" only: saves the
     pass that finds it. amax_out: fp32 (1,), receives the amax of x from the same pass as the cast.
     """
-    codes, scale = _run(x, cast, scale, amax, amax_out, key, False)
+    settings = _settings(x, cast, scale, amax, key, False)
+    if amax_out is None:
+        codes, scale = _quantize(x.detach(), scale, amax, *settings)
+    else:
+        codes, scale, *_ = _quantize_noting(x.detach(), scale, amax, amax_out, *settings)
     return Quantized(codes, scale, cast.granularity)
 
 
@@ -534,11 +535,14 @@ def quantize_both(
     key: int = 0,
 ) -> tuple[Quantized, Quantized]:
     """x_MK as codes, and x^T as codes [K, M]: the casts read x once. Arguments as `quantize`."""
-    out = _run(x, cast, scale, amax, amax_out, key, True)
-    grain = cast.granularity
-    return Quantized(out[0], out[1], grain), Quantized(
-        out[2], out[-1 if len(out) > 3 else 1], grain
-    )
+    settings, grain = _settings(x, cast, scale, amax, key, True), cast.granularity
+    if amax_out is None:
+        out = _quantize(x.detach(), scale, amax, *settings)
+    else:
+        out = _quantize_noting(x.detach(), scale, amax, amax_out, *settings)
+    # a scale per tensor is that of both orders
+    cols_scale = out[1] if grain == "tensor" else out[3]
+    return Quantized(out[0], out[1], grain), Quantized(out[2], cols_scale, grain)
 
 
 def transpose(q: Quantized) -> Quantized:

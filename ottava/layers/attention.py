@@ -25,7 +25,7 @@ from ..kernels.rope import rope, rope_back, rope_int8
 from ..numerics.recipe import Cast, Recipe
 from .autocast import HIGH, recipe_in_force
 from .gemms import LinearGemms, carry_flat, flat
-from .saved import cast_input, note_amax, save, saved
+from .saved import note_amax, save, saved
 from .weights import compute_dtype, grad_dtype_of, set_on, weight_values
 
 _log = logging.getLogger("ottava")
@@ -116,7 +116,7 @@ class AttentionFunction(torch.autograd.Function):
         if how.reader is None:
             save(ctx, *qkv, out, None, *rest, parameters=(sinks,))
             return out, None, None, None, None
-        rows, kept = cast_input(out.flatten(2).flatten(0, 1), how.reader)
+        rows, kept = how.reader.cast_input(out.flatten(2).flatten(0, 1))
         codes = flat(rows, kept)
         ctx.mark_non_differentiable(*(c for c in codes if c is not None))
         save(ctx, *qkv, kept.q.codes, kept.q.scale, *rest, parameters=(sinks,))

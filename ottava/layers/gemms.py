@@ -18,7 +18,7 @@ from ..kernels.random import make_key
 from ..kernels.swiglu_codes import swiglu_backward_amax, swiglu_backward_first
 from ..numerics.recipe import Cast, Recipe
 from .delayed import OPERANDS, clock
-from .saved import Kept, carry, noted_amax, transposes
+from .saved import Kept, carried_by, carry, noted_amax, transposes
 from .weights import grad_dtype_of, weight_cols, weight_rows, weight_values
 
 
@@ -48,6 +48,31 @@ class LinearGemms:
         else:
             out = cast_kernels.quantize(x_MK if order == "rows" else x_MK.t(), cast, **known)
         return out
+
+    def cast_input(self, x_MK: torch.Tensor, amax: torch.Tensor | None = None):
+        """(rows, kept): codes of x for the output GEMM, and the form of them kept for grad_weight.
+
+        x_MK: any float dtype, 2-D. One pass over x where both orders are needed. amax as in `cast`.
+        """
+        if transposes(self.recipe.input):
+            rows = self.cast("input", x_MK, "rows", amax)
+            return rows, Kept(rows, is_cols=False)
+        rows, cols = self.cast("input", x_MK, "both", amax)
+        return rows, Kept(cols, is_cols=True)
+
+    def codes_of(self, x: torch.Tensor, keep: bool = True) -> tuple[Quantized, Kept | None]:
+        """(rows, kept) of an input [..., K]: those it carries, or new ones that it carries from now
+        on. keep=False: rows alone, of which nothing is left on x."""
+        cast = self.recipe.input
+        found = carried_by(x, cast)
+        if found is not None:
+            return found.rows, found.kept if keep else None
+        x_MK = x.detach().reshape(-1, x.shape[-1])
+        if not keep:
+            return self.cast("input", x_MK, "rows"), None
+        rows, kept = self.cast_input(x_MK)
+        carry(x, cast, rows, kept)
+        return rows, kept
 
     def knows_input(self) -> bool:
         """Whether the input's scale is known before the input is: delayed, and not the first step.
@@ -186,10 +211,7 @@ def flat(rows: Quantized | None, kept: Kept | None) -> tuple[torch.Tensor | None
 
 
 def carry_flat(y: torch.Tensor, how: LinearGemms, rows, rows_scale, kept, kept_scale) -> None:
-    """Let codes that `flat` gave travel with y to the linear whose `how` cast them. Not under
-    torch.compile, which merges equal casts by itself."""
-    if torch.compiler.is_compiling():
-        return
+    """Let codes that `flat` gave travel with y to the linear whose `how` cast them."""
     if kept is None:
         kept, kept_scale = rows, rows_scale
     cast = how.recipe.input

@@ -27,7 +27,7 @@ from ..stretch import runs_again
 from .autocast import HIGH, recipe_in_force
 from .delayed import AmaxHistory
 from .gemms import LinearGemms, flat, joined_grad_codes, joins
-from .saved import carried_by, codes_of, noted_amax, save, saved
+from .saved import noted_amax, save, saved
 from .waiting import leave, may_wait, take, whole
 from .weights import (
     Stored,
@@ -155,7 +155,10 @@ class Linear(Stored, nn.Linear):
         if self.together and self._joins(x, recipe):
             return self._forward_together(x, recipe)
         how = self.how(recipe, x)
-        rows, kept = self._input_codes(x, how)
+        keep = recipe.keeps_codes and torch.is_grad_enabled() and self.weight.requires_grad
+        rows = kept = None
+        if keep or recipe.output.fp8:
+            rows, kept = how.codes_of(x, keep)
         y = LinearFunction.apply(
             x.reshape(-1, self.in_features),
             self.weight,
@@ -180,7 +183,7 @@ class Linear(Stored, nn.Linear):
     def _forward_together(self, x: torch.Tensor, recipe: Recipe) -> torch.Tensor:
         """This linear's output; those of the others wait on x until they are called."""
         hows = [m.how(recipe, x) for m in self.together]
-        rows, _ = codes_of(x, recipe.input, hows[0])
+        rows, _ = hows[0].codes_of(x)
         outs = JoinedFunction.apply(
             x.reshape(-1, self.in_features),
             rows.codes,
@@ -204,18 +207,6 @@ class Linear(Stored, nn.Linear):
             self._history = history
         record = self.training and torch.is_grad_enabled() and not runs_again()
         return LinearGemms(recipe, compute_dtype(x), history, stream, record)
-
-    def _input_codes(self, x: torch.Tensor, how: LinearGemms):
-        recipe = how.recipe
-        wants_kept = recipe.keeps_codes and torch.is_grad_enabled() and self.weight.requires_grad
-        if wants_kept:
-            return codes_of(x, recipe.input, how)
-        if not recipe.output.fp8:
-            return None, None
-        found = carried_by(x, recipe.input)
-        if found is not None:
-            return found.rows, None
-        return how.cast("input", x.detach().reshape(-1, x.shape[-1]), "rows"), None
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.recipe}"

@@ -25,7 +25,7 @@ from ..stretch import ends_after, remembered
 from .autocast import recipe_in_force
 from .gemms import flat, gated_amaxes, joins
 from .linear import Linear
-from .saved import Kept, codes_of, noted_amax, save, saved
+from .saved import Kept, noted_amax, save, saved
 from .weights import traceable, untraced, weight_rows
 
 
@@ -181,7 +181,7 @@ class GatedMLP(nn.Module):
         if not traceable(*(m.weight for m in three)):
             return untraced(self.forward, x)
         hows = tuple(m.how(recipe, x) for m in three)
-        rows, kept = codes_of(x, recipe.input, hows[0])
+        rows, kept = hows[0].codes_of(x)
         y = GatedMLPFunction.apply(
             x.reshape(-1, x.shape[-1]),
             *(m.weight for m in three),

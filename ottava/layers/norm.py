@@ -22,7 +22,7 @@ from ..stretch import runs_again
 from .autocast import recipe_in_force
 from .delayed import AmaxHistory
 from .gemms import LinearGemms, carry_flat, flat
-from .saved import Kept, cast_input, note_amax, save, saved
+from .saved import Kept, note_amax, save, saved
 from .waiting import leave, may_wait, take, waits, whole
 from .weights import Stored, grad_dtype_of, weight_values
 
@@ -53,7 +53,7 @@ class NormFunction(torch.autograd.Function):
         if how is None:
             save(ctx, y, None, rstd, parameters=(weight_H, bias_H))
             return y, h, None, None, None, None
-        rows, kept = cast_input(y, how, amax) if rows is None else (rows, Kept(rows, False))
+        rows, kept = how.cast_input(y, amax) if rows is None else (rows, Kept(rows, False))
         save(ctx, kept.q.codes, kept.q.scale, rstd, parameters=(weight_H, bias_H))
         codes = flat(rows, kept)
         ctx.mark_non_differentiable(*(c for c in codes if c is not None))

@@ -1,7 +1,7 @@
 """The codes of a linear's input that are kept for backward: in which order, and shared by whom.
 
 A tensor that several linears read is cast once: its codes travel with the tensor object
-(`carry`, `codes_of`), and every reader keeps the same storage. Which order is kept follows from
+(`carry`, `carried_by`), and every reader keeps the same storage. Which order is kept follows from
 the granularity: one scale per tensor (or per 128 x 128 block) transposes exactly, so the rows that
 the forward GEMM read are kept and transposed when needed; a scale per row or per 1 x 128 group
 does not, so the columns that `grad_weight` will read are kept instead, cast from the original.
@@ -57,19 +57,6 @@ def transposes(cast: Cast) -> bool:
     return cast.granularity in ("tensor", "block")
 
 
-def cast_input(x_MK: torch.Tensor, how, amax: torch.Tensor | None = None):
-    """(rows, kept): codes of x for the output GEMM, and the form of them kept for grad_weight.
-
-    x_MK: any float dtype, 2-D; `how` is the reader's (layers/gemms.py). One pass over x where
-    both orders are needed. amax: fp32 (1,) where the kernel that made x found it.
-    """
-    if transposes(how.recipe.input):
-        rows = how.cast("input", x_MK, "rows", amax)
-        return rows, Kept(rows, is_cols=False)
-    rows, cols = how.cast("input", x_MK, "both", amax)
-    return rows, Kept(cols, is_cols=True)
-
-
 def _home(x: torch.Tensor, any_order: bool = False) -> torch.Tensor:
     """The tensor on which notes about x are left: the one that x is another shape of (or, with
     any_order, another order of), else x.
@@ -97,24 +84,10 @@ def carried_by(x: torch.Tensor, cast: Cast) -> Carried | None:
 
 def carry(x: torch.Tensor, cast: Cast, rows: Quantized, kept: Kept) -> None:
     """Let codes travel with `x` (any leading dims; rows cover x.reshape(-1, K)), unless a change of
-    x could not be seen."""
-    if x.is_inference():
+    x could not be seen. Not under torch.compile, which merges equal casts by itself."""
+    if torch.compiler.is_compiling() or x.is_inference():
         return
     setattr(_home(x), _SLOT, Carried(cast, rows, kept, x._version))
-
-
-def codes_of(x: torch.Tensor, cast: Cast, how) -> tuple[Quantized, Kept]:
-    """(rows, kept) of `x` under `cast`: those it carries, or new ones that it carries from now on.
-
-    Under torch.compile nothing is attached: the compiler merges equal casts by itself.
-    """
-    found = carried_by(x, cast)
-    if found is not None:
-        return found.rows, found.kept
-    rows, kept = cast_input(x.detach().reshape(-1, x.shape[-1]), how)
-    if not torch.compiler.is_compiling():
-        carry(x, cast, rows, kept)
-    return rows, kept
 
 
 def save(ctx, *tensors: torch.Tensor | None, parameters: tuple = ()) -> None:
