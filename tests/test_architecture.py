@@ -5,6 +5,7 @@ Imports inside functions count, those for type checkers alone do not.
 
 import ast
 import pathlib
+import re
 
 import pytest
 
@@ -102,6 +103,21 @@ def test_models_hold_no_8_bit_code():
     for stem in PLAIN:
         own = neighbours(ROOT / "models" / f"{stem}.py")
         assert not [n for n in own if n.startswith(("kernels.", "layers.", "numerics."))], stem
+
+
+def test_every_mark_on_an_object_of_others_is_named_in_contributing():
+    found = [set(re.findall(r"_ottava_[a-z0-9_]*[a-z0-9]", p.read_text())) for p in FILES]
+    named = re.findall(r"_ottava_[a-z0-9_]*[a-z0-9]", (ROOT.parent / "CONTRIBUTING.md").read_text())
+    assert set().union(*found) == set(named)
+
+
+def test_a_kernel_is_one_file_but_for_those_that_contributing_names():
+    text = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    exceptions = text[text.index("Exceptions: ") : text.index("**Hops.**")]
+    named = set(re.findall(r"`(\w+\.py)`", exceptions)) - {"norm.py"}
+    sources = {p.name: p.read_text() for p in FILES if p.parent.name == "kernels"}
+    halves = {n for n, s in sources.items() if ("@triton.jit" in s) != ("= operator(" in s)}
+    assert halves == named | {"attention.py"}
 
 
 def test_no_file_is_called_utils():
