@@ -33,7 +33,8 @@ from ottava.train.trainer import Trainer
 
 BASELINE = "amp preset"  # BF16 autocast over FP32 weights
 LIMIT = 0.05  # of its loss, at the last step
-FP8_KERNEL = re.compile(r"e4m3|e5m2|fp8|qqq|qmma|qgmma", re.IGNORECASE)
+# cuBLAS writes an operand of 8 bits as q: nvjet_qqtst is FP8 x FP8 -> BF16, nvjet_tst is BF16's
+FP8_KERNEL = re.compile(r"e4m3|e5m2|fp8|qmma|qgmma|nvjet_(sm\d+_)?[a-z]*q", re.IGNORECASE)
 PRODUCT = re.compile(r"gemm|nvjet|cutlass|xmma", re.IGNORECASE)
 ROWS = (
     ("amp", "preset"),
@@ -161,7 +162,9 @@ def article(te: ModuleType, scaler, state: dict | None, steps: int) -> dict[str,
     model.attention, model.mlp = names["MimoAttentionFP8"](DIM, HEADS), Mlp()
     model = names["model"] = model.cuda()
     if state is not None:
-        model.load_state_dict(state, strict=False)
+        missing = model.load_state_dict(state, strict=False).missing_keys
+        if missing:  # the two would start apart
+            raise RuntimeError(f"transformer_engine's model has no {missing[0]}")
     start = {k: v.detach().clone() for k, v in model.state_dict().items() if torch.is_tensor(v)}
     names["optimizer"] = torch.optim.AdamW(model.parameters(), lr=1e-3)
     generator = torch.Generator().manual_seed(1)
