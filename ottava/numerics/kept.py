@@ -87,7 +87,9 @@ def stated(rows: Iterable[Row], recompute: str, only: Collection[str] | None = N
     """
     rows = tuple(rows)
     known = {r.name: r for r in rows}
-    fused = {r.name: r for r in rows if r.kind == "mlp" and r.recipe}
+    fused = {
+        r.name: r for r in rows if r.kind == "mlp" and r.recipe and r.recipe.backend == "native"
+    }
     inside = {part for r in fused.values() if r.recipe.keeps_codes for part in r.parts}
 
     def text(row: Row) -> str:
@@ -119,5 +121,5 @@ _SILENT = ("block", "causal_lm", "embedding", "head", "router", "other")
 def _runs_again(name: str, fused: Collection[str]) -> bool:
     """Whether a row lies in an MLP that recompute.py runs again as a whole: one not fused."""
     parts = name.split(".")
-    ends = (i + 1 for i, part in enumerate(parts[:-1]) if part == "mlp")
+    ends = (i + 1 for i, part in enumerate(parts) if part == "mlp")
     return any(".".join(parts[:end]) not in fused for end in ends)

@@ -56,8 +56,8 @@ def get_policy(name: str | Policy, **changes) -> Policy:
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """One module of the plan. `recipe` is None where it stays in high precision; then `reason`
-    says why. `kept` says what the module keeps for backward (kept.py). `params` counts its own parameters,
-    tied ones in the first row that has them: over all rows they add up to the model's. `flops` is multiply-adds x 2 of its forward GEMMs per token. `plain`: conversion leaves it its
+    says why. `kept` says what the module keeps for backward (kept.py). `params` counts its own
+    parameters, tied ones in the first row that has them: over all rows, the model's. `flops` is multiply-adds x 2 of its forward GEMMs per token. `plain`: conversion leaves it its
     class. `earlier`: an earlier conversion gave it its recipe. `frozen`: its (first) weight takes no
     gradient, and no adapter reads its input. `reader`, `parts`: see `linked`."""
 
@@ -256,7 +256,8 @@ class Plan:
         layers = again if self.recompute == "layer" else ""
         return (
             f"{self.num_fp8} modules in {unit}; {self.share_weights:.1%} of the weights, "
-            f"{self.share_flops:.1%} of {whose}; {self.num_kept} keep 8-bit codes{layers}{self._theirs}"
+            f"{self.share_flops:.1%} of {whose}; {self.num_kept} keep 8-bit codes"
+            f"{layers}{self._theirs}"
         )
 
     @property
