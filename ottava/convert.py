@@ -8,6 +8,7 @@ and `save_pretrained` all keep working, and `revert` gives the plain model back.
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -113,7 +114,7 @@ def convert(
     """Apply `plan` (or plan with `recipe`, `keep`, `policy`, and apply) in place; returns `model`.
 
     activations: dtype of the embedding's output, so of the residual stream (None: as it is).
-    A second call with the same plan changes nothing. Raises ValueError when the plan does not fit
+    No conversion undoes another. A call that would change nothing changes nothing, and warns. Raises ValueError when the plan does not fit
     the model, before anything is changed.
     """
     if plan is None:
@@ -129,6 +130,8 @@ def convert(
                 "convert before sharding, with the plan made from this model"
             )
     _warn_of_earlier(plan)
+    if _is_done(model, plan, modules, activations):
+        return model
     _warn_of_experts(plan)
     known = [row for row in plan.rows if row.kind != "other"]  # the rest stays untouched
     for number, row in enumerate(known):
@@ -154,6 +157,27 @@ def _warn_of_earlier(plan: Plan) -> None:
             "already and stay so; ottava.revert(model) first to keep them in high precision",
             stacklevel=3,
         )
+
+
+def _is_done(model: nn.Module, plan: Plan, modules: dict[str, nn.Module], activations) -> bool:
+    """Whether `model` is as `plan` says already; warns where it is, with what it is."""
+    before = model.__dict__.get("_ottava_plan")
+    if before is None or plan.difference(before) or plan.recompute != before.recompute:
+        return False
+    ours = [r for r in plan.rows if r.recipe]
+    if any(modules[r.name].__dict__.get("recipe") != r.recipe for r in ours):
+        return False  # reverted in part, or put into high precision
+    embeddings = (modules[r.name] for r in plan.rows if r.kind == "embedding" and not r.plain)
+    if activations and any(m.compute_dtype is not activations for m in embeddings):
+        return False
+    counts = Counter(r.kind for r in ours)
+    said = ", ".join(f"{n} x {kind}" for kind, n in counts.items())
+    warnings.warn(
+        f"convert: nothing to do, the model is converted as this plan says already ({said}; first "
+        f"{ours[0].name or 'the model'}); ottava.revert(model) first to convert it anew",
+        stacklevel=3,
+    )
+    return True
 
 
 def _warn_of_experts(plan: Plan) -> None:
@@ -191,6 +215,7 @@ def _apply(module: nn.Module, row: Row, plan: Plan, number: int, activations) ->
     if row.kind in ("mlp", "experts"):
         settings["recompute"] = plan.recompute == "mlp"
     elif row.kind == "embedding":
+        activations = activations or module.__dict__.get("compute_dtype")
         settings = {"compute_dtype": activations}
     _swap(module, target, settings)
     return _tag_parameters(module, row, number)

@@ -182,7 +182,8 @@ def test_converting_twice_changes_nothing():
     model = ottava.convert(llama())
     classes = [type(m) for m in model.modules()]
     assert ottava.plan(model).difference(model._ottava_plan) is None
-    ottava.convert(model)
+    with pytest.warns(UserWarning, match="nothing to do"):
+        ottava.convert(model)
     assert [type(m) for m in model.modules()] == classes
 
 
