@@ -1,6 +1,7 @@
 """Split masters in shards: the bits of one process, the step inside backward, no rank disagrees."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ottava.config import ConfigError, Model
 from ottava.distributed.shards import shared
 from ottava.kernels.split import SplitParameter, split_parameter
 from ottava.optim.adamw import local
+from ottava.train.heal import at_fault
 from ottava.train.trainer import Trainer
 
 FSDP2 = {"strategy": "fsdp2"}
@@ -81,6 +83,7 @@ def test_two_ranks_give_the_bits_of_one(tmp_path, monkeypatch):
     def work(rank):
         for case, sections in EXACT.items():
             t = lean(tmp_path, **sections)
+            assert t.strategy.can_demote("model.layers.0.mlp") == (case == "late-fp8")
             assert t.settings.fused == (t.handle is not None) == (case != "averaged")
             got = steps(t, 4)
             curve, held_out, weights = expected[case]
@@ -98,7 +101,11 @@ def test_two_ranks_give_the_bits_of_one(tmp_path, monkeypatch):
 def test_what_a_rank_holds_and_sends(tmp_path):
     def work(rank):
         t = lean(tmp_path)
-        steps(t, 2)
+        result = replace([t.step_once() for _ in range(2)][-1], first_bad=None)
+        row = "model.layers.0.self_attn.qkv_proj"
+        t.health.look_at({"rows": {row: {"input": {"saturated": 0.9, "underflowed": 0.0}}}})
+        # its weight comes as FP8 codes alone: in BF16 it would compute with those
+        assert not t.strategy.can_demote(row) and at_fault(t, result) is None
         coded = [p for p in t.model.parameters() if getattr(p, "cast", None) is not None]
         assert len(coded) >= 8
         for p in coded:

@@ -63,6 +63,7 @@ class FSDP2(Ranks):
         mesh = self._mesh(next(model.parameters()).device)
         masters = self._masters(model)
         self.casts = self._casts(model)
+        self._in_codes = {n for n, m in model.named_modules() if any(m is c for c, _ in self.casts)}
         self.units = _shard(model, mesh, masters)
         self.agreed = self._travel_as_codes(model, masters)
         model.register_forward_hook(_share_again)
@@ -155,6 +156,9 @@ class FSDP2(Ranks):
                     f"not fall into {self.sharers} shares of whole groups; use optimizer.states=bf16"
                 )
 
+    def can_demote(self, row: str) -> bool:
+        return not any(n == row or n.startswith(f"{row}.") for n in self._in_codes)
+
     # ---- a step ----
 
     def fuse(self, model: nn.Module) -> FusedBackward | None:
@@ -227,6 +231,14 @@ class FSDP2(Ranks):
         return [
             f"{self.world} ranks{each}, fsdp2 in {len(self.units)} groups: a gather of all weights moves "
             f"{coded / 2**20:,.1f} MiB of FP8 codes and {rest / 2**20:,.1f} MiB in full"
+        ] + self._kept_in_eight_bits()
+
+    def _kept_in_eight_bits(self) -> list[str]:
+        if not (self._in_codes and self.config.heal.demote):
+            return []
+        return [
+            f"{len(self._in_codes)} modules are sent their weights as FP8 codes alone, so healing "
+            "cannot demote them: distributed.gather=full would let it"
         ]
 
 

@@ -69,6 +69,11 @@ class Strategy:
         self.optimizer = prepare.make_optimizer(self.config, model)
         return self.optimizer
 
+    def can_demote(self, row: str) -> bool:
+        """Whether the plan's row would compute in high precision if it were told to: its layers are
+        given more of their weights than FP8 codes."""
+        return True
+
     def fuse(self, model: nn.Module) -> FusedBackward | None:
         """Put the optimizer's step inside backward where the run's settings say so; the handle."""
         return prepare.fuse(self.config, model, self.optimizer)

@@ -168,7 +168,7 @@ def at_fault(trainer: Trainer, result: StepResult) -> tuple[str, str] | None:
     """
     demoted = trainer.switches.high(trainer.step)
     rows = {r.name for r in trainer.plan.rows if r.recipe} if trainer.plan else set()
-    rows -= set(demoted)
+    rows = {r for r in rows - set(demoted) if trainer.strategy.can_demote(r)}
     row, operand = row_of(result.first_bad)
     if operand == "weight":  # no cast did that
         return None
