@@ -1,9 +1,10 @@
 """The planner: how many bytes a training step takes, by category, before anything is allocated.
 
 It builds the model on fake tensors, prepares it exactly as a run does (prepare.py), and runs real
-steps (the first one makes the optimizer's state) under the tracker of lifetimes.py. Nothing is a
-formula; the one constant is what cuBLAS holds for itself. The rehearsed step (rehearsal.py) repeats
-the trainer's order of calls, so a test holds plans to measured steps. For CUDA, sizes are the caching allocator's blocks.
+steps (the first one makes the optimizer's state) under the tracker of lifetimes.py. What no operator
+of ours shows is modelled: what cuBLAS and library attention hold for themselves (rehearsal.py), and
+what is sent between ranks (ranks.py). The rehearsed step repeats the trainer's order of calls, so a
+test holds plans to measured steps. For CUDA, sizes are the caching allocator's blocks.
 """
 
 from __future__ import annotations
