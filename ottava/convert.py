@@ -35,6 +35,7 @@ from .layers.weights import mark, set_on, unmark, weight_values
 from .numerics.policy import Plan, Policy, Row, get_policy
 from .numerics.preset import RECOMPUTES
 from .numerics.recipe import Recipe, get_recipe
+from .recompute import targets_of, unwrap_recompute, wrap_recompute
 from .resolve import original_class, resolve
 
 _CLASSES = {
@@ -62,9 +63,10 @@ def plan(
     """The plan for `model`: a row per module, with a recipe, or the reason why it stays high.
 
     keep: globs over module names ("*lm_head") that stay in high precision, added to the policy's.
-    recompute: "none", "mlp", or "layer", which a run applies (recompute.py) and `convert` only notes.
+    recompute: "none", "mlp", or "layer": what `convert` makes run again in backward (recompute.py).
     device: where it will run (default: where it is); decides whether FP8 GEMMs are real or emulated.
-    Raises ValueError for unknown names, and when FP8 was asked for and nothing is eligible.
+    Raises ValueError for unknown names, when FP8 was asked for and nothing is eligible, and when
+    there is nothing of what is to run again.
     """
     if isinstance(keep, str):
         raise ValueError(f"keep: give a list of globs, not the string {keep!r}")
@@ -80,6 +82,7 @@ def plan(
     native = gemm_path(device, chosen.recipe.input.granularity) == "native"
     emulated = chosen.recipe.any_fp8 and not native and chosen.recipe.backend == "native"
     made = resolve(model, chosen, emulated=emulated, recompute=recompute)
+    targets_of(model, recompute, made)
     for row in made.rows:
         if row.kind in ("norm", "layernorm") and row.recipe and _hides(model, row):
             made = made.with_row(replace(row, recipe=None, reason=_HIDDEN, plain=True))
@@ -129,6 +132,7 @@ def convert(
                 f"convert: {row.name} is {tuple(weight.shape)} here and {row.shape} in the plan; "
                 "convert before sharding, with the plan made from this model"
             )
+    targets_of(model, plan.recompute, plan)
     _warn_of_earlier(plan)
     if _is_done(model, plan, modules, activations):
         return model
@@ -142,6 +146,7 @@ def convert(
         _connect(row, modules)
     model._ottava_plan = plan
     te.surround(model, plan)
+    wrap_recompute(model, plan.recompute, plan)
     return model
 
 
@@ -292,4 +297,5 @@ def revert(model: nn.Module) -> nn.Module:
         module.__dict__.pop("_history", None)
         module.__dict__.pop("_ottava_plan", None)
     attention_layer.revert_hf(model)
+    unwrap_recompute(model)
     return model

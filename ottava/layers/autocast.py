@@ -8,8 +8,8 @@ the backward pass uses what its forward used.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from ..numerics.recipe import Gemm, Recipe, native_recipe
 
@@ -46,6 +46,21 @@ def autocast(
         yield
     finally:
         _stack.entries.pop()
+
+
+def as_now() -> Callable[[], AbstractContextManager[None]]:
+    """What makes a context in which the same is in force as now, in any thread."""
+    top = _stack.entries[-1] if _stack.entries else None
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        _stack.entries.append(top)
+        try:
+            yield
+        finally:
+            _stack.entries.pop()
+
+    return again
 
 
 def recipe_in_force(own: Recipe | None) -> Recipe:
