@@ -146,9 +146,9 @@ def _several(run: Run, card_name: str, wanted: tuple, link: str, dispatch: str, 
 
 
 def _alone(run: Run, card_name: str, as_json: bool) -> None:
+    from .planner.bars import bar, legend
     from .planner.cards import card_of
     from .planner.memory import estimate_memory
-    from .planner.page import bar, legend
     from .train.out_of_memory import available_gib
 
     device = "cuda" if card_name else _device_of(run)

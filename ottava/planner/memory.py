@@ -27,6 +27,7 @@ from ..models import load
 from ..numerics.policy import TE_KEEPS
 from ..numerics.preset import RECOMPUTES
 from .allocator import AllocatorRecorder, TraceError
+from .bars import html_of
 from .lifetimes import CATEGORIES, MemoryTracker, Peak, follow, replay
 from .rehearsal import Rehearsal, Share
 
@@ -103,8 +104,6 @@ class MemoryReport:
 
     def _repr_html_(self) -> str:
         """What a notebook shows."""
-        from .page import html_of
-
         title = f"{self.name}: {self.num_parameters:,} parameters, planned"
         return html_of(title, self.by_category, f"{self.settings}\npeak in {self.phase}")
 
