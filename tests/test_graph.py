@@ -98,6 +98,35 @@ def test_replays_are_launched_steps(tmp_path, case):
 
 
 @pytest.mark.parametrize("preset", ["fp8", "fp8-lean"])
+def test_launched_captured_and_located_steps_are_one_function(tmp_path, monkeypatch, preset):
+    """So that none of them can drift from the others."""
+    calls, accumulate = [], Trainer.accumulate
+    monkeypatch.setattr(Trainer, "accumulate", lambda *a: calls.append(a[0]) or accumulate(*a))
+    launched, trainer, lane = both(tmp_path, preset)
+    take(launched, 1)
+    assert len(calls) == 1
+    take(trainer, 1 + captured.WARMUP + 3)  # Python, a graph being made, its tape
+    assert lane.captures == 1 and calls.count(trainer) == 1 + captured.WARMUP + 1
+    bad = poison_gradient(launched, "model.layers.1.self_attn.o_proj.weight")
+    take(launched, 1)
+    bad.remove()
+    assert calls.count(launched) == 3  # once to take the step, once to see where it broke
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-lean"])
+def test_an_exploding_loss_is_held_back_inside_a_graph(tmp_path, preset):
+    launched, trainer, lane = both(tmp_path, preset, heal={"loss_rise": 2.0})
+    taken = 1 + captured.WARMUP + 2
+    assert take(launched, taken) == take(trainer, taken) and lane.captures == 1
+    before = everything(trainer, "random")["weights"]
+    for t in (launched, trainer):
+        t.health.losses.extend([-100.0] * t.health.losses.maxlen)  # any loss is now far above
+    left, right = take(launched, 1), take(trainer, 1)
+    assert left == right and not right[0].stepped and "is usual" in right[0].cause
+    assert_same(before, everything(trainer, "random")["weights"])
+
+
+@pytest.mark.parametrize("preset", ["fp8", "fp8-lean"])
 def test_a_bad_batch_is_skipped_as_without_a_graph(tmp_path, preset):
     """The loss of one batch is not finite: a weight that only some tokens read is infinite."""
     launched, trainer, lane = both(tmp_path, preset, optimizer={"weight_decay": 0.0})

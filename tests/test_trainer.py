@@ -122,6 +122,18 @@ def test_a_bad_gradient_in_a_fused_step_stops_the_update_there(tmp_path):
     assert same(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
 
 
+def test_looking_for_what_broke_a_fused_step_updates_nothing(tmp_path):
+    after = []
+    for look in (True, False):
+        t = Trainer(tiny_run(tmp_path, "fp8-lean", monitor={"locate": look}))
+        t.step_once()
+        bad = poison_gradient(t, BAD)
+        assert (t.step_once().first_bad is not None) == look
+        bad.remove()
+        after.append(weights(t))
+    assert_same(*after)
+
+
 def test_schedule_optimizer_and_average_count_real_updates(tmp_path):
     t = Trainer(tiny_run(tmp_path, ema={"decay": 0.9}, optimizer={"warmup_steps": 6}))
     bad = poison_gradient(t, "lm_head.weight")

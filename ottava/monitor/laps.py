@@ -49,4 +49,5 @@ class Laps:
                 before.elapsed_time(after) if self.device.type == "cuda" else 1e3 * (after - before)
             )
             out[name] = out.get(name, 0.0) + ms
+        self.timed = False  # what runs again after the step is no part of it
         return {name: float(f"{ms:.4g}") for name, ms in out.items()}

@@ -22,21 +22,20 @@ from ..config import ConfigError, Run
 from ..layers.experts import Experts as CodedExperts
 from ..models.moe import Experts, Router
 from ..numerics.recipe import Recipe
-from ..optim.clip import fast_norm
 from ..optim.clock import DeviceClock
 from ..recompute import restores_random_states
-from .forward import Batch, arguments_of, tensors_of
+from .forward import Batch, arguments_of, tensors_of, window_loss
 from .graph import Buffers, CaptureError, Lane, StepGraph, held_by_graphs
+from .result import Taken
 
 if TYPE_CHECKING:
+    from ..monitor.observe import Observation
     from .trainer import Trainer
 
 KINDS = 4  # graphs at a time
 MICRO_BATCHES = 8  # in one graph
 WARMUP = 2  # steps of a kind before its capture, beside the first
 _EXPERT_COUNTS = ("n_routed_experts", "num_experts", "num_local_experts")
-
-Outcome = tuple[float, float, str, bool]  # loss, gradient norm, cause, stepped
 
 
 def why_not_captured(run: Run, model: nn.Module) -> str | None:
@@ -128,15 +127,15 @@ class CapturedTraining:
     def trainer(self) -> Trainer:
         return self._trainer()
 
-    def step(self, window: list[Batch], valid: int) -> Outcome:
+    def step(self, window: list[Batch], valid: int) -> Taken:
         """Train on `window`, whose labels count `valid` in all."""
         kind = None if self._stopped else self._kind(window)
         if kind is None:
             return self._eager(window, valid)
         if not kind.begun:
-            outcome = self._eager(window, valid)
-            kind.begun = outcome[3]
-            return outcome
+            taken = self._eager(window, valid)
+            kind.begun = taken.stepped
+            return taken
         try:
             values = self._run(kind, window, valid)
         except CaptureError as error:
@@ -148,21 +147,22 @@ class CapturedTraining:
             return self._eager(window, valid)
         loss, norm, bad = values.tolist()  # the one wait for the device in a step
         if math.isfinite(loss) and not bad:
-            return loss, norm, "", True
+            return Taken(loss=loss, norm=norm, stepped=True)
         kind.graph.take_back()
         if self.trainer.handle is not None:
-            return loss, norm, self.trainer.cause_of(loss, bool(bad)), False
+            cause = self.trainer.cause_of(loss, bool(bad))
+            return Taken(loss=loss, norm=norm, cause=cause, stepped=False)
         self.drop()  # the memory is needed
         return self._eager(window, valid)
 
-    def step_by_python(self, window: list[Batch], valid: int) -> Outcome:
+    def step_by_python(self, window: list[Batch], valid: int, look: Observation | None) -> Taken:
         """A step that someone looks into. The graphs stay, unless there is no room for both."""
         free = torch.cuda.mem_get_info(self.lane.device)[0]
         free += torch.cuda.memory_reserved(self.lane.device)
         free -= torch.cuda.memory_allocated(self.lane.device)
         if free < 1.2 * held_by_graphs(self.lane.device):
             self.drop()
-        return self._eager(window, valid)
+        return self._eager(window, valid, look)
 
     def drop(self) -> None:
         """Give back what the graphs hold."""
@@ -170,9 +170,9 @@ class CapturedTraining:
             kind.fused = None
             kind.graph.drop()
 
-    def _eager(self, window: list[Batch], valid: int) -> Outcome:
+    def _eager(self, window: list[Batch], valid: int, look: Observation | None = None) -> Taken:
         with self.lane.entered():
-            return self.trainer.launch_step(window, valid)
+            return self.trainer.launch_step(window, valid, look)
 
     def _kind(self, window: list[Batch]) -> _Kind | None:
         """The kind of `window`; None where this step must be Python's."""
@@ -225,16 +225,13 @@ class CapturedTraining:
         trainer = self.trainer
         torch.clear_autocast_cache()
         valid, limits = (kind.valid.views()[k] for k in ("valid", "limits"))
-        total = torch.zeros((), device=trainer.device)
-        for buffers in kind.micro:
+
+        def loss_of(buffers: Buffers) -> torch.Tensor:
             inputs = arguments_of(trainer.model, buffers.views())
-            with trainer.precision():
-                loss = trainer.model(**inputs, num_items_in_batch=valid).loss
-            total += loss.detach()
-            if trainer.handle is not None:
-                trainer.handle.guard(loss.where(loss <= limits[0], torch.nan))
-            loss.backward()
-            del loss
+            # auxiliary losses, weighted by counts of tokens, are of models with experts: none here
+            return window_loss(trainer.strategy.forward, inputs, 0, 0, valid)
+
+        total = trainer.accumulate(kind.micro, loss_of, limits[0])
         norm, found = self._update(total, limits)
         trainer.optimizer.zero_grad(set_to_none=True)
         torch.clear_autocast_cache()
@@ -245,12 +242,10 @@ class CapturedTraining:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm before clipping, found_inf) after the update, or after what ends a fused one."""
         trainer, limit = self.trainer, self.trainer.config.optimizer.clip_norm
+        norm, found = trainer.measured()
         if trainer.handle is not None:
-            trainer.handle.finish()
-            norm, found = trainer.handle.norm, trainer.handle.found
             trainer.optimizer.step(found_inf=found)
             return norm, found
-        norm = fast_norm(trainer.parameters)
         good = norm.isfinite() & total.isfinite() & (total <= limits[0]) & (norm <= limits[1])
         found = (~good).float().reshape(1)
         scale = None

@@ -46,13 +46,13 @@ def locate(trainer: Trainer, window: list[Batch], valid: int) -> tuple[str, str]
     before = resume.random_state()
     count = torch.full((), max(valid, 1), dtype=torch.int64, device=trainer.device)
     with tracing(trainer.model) as trace, te.Scaling(trainer.model):
-        for batch in window:
-            with trainer.precision():
-                loss = trainer.loss_of(batch, valid, count)
+
+        def loss_of(batch: Batch) -> Tensor:
+            loss = trainer.loss_of(batch, valid, count)
             trace.note("", "loss", loss)
-            if trainer.handle is not None:
-                trainer.handle.guard(loss * math.nan)
-            trainer.strategy.backward(loss, last=batch is window[-1])
+            return loss
+
+        trainer.accumulate(window, loss_of, -math.inf)  # no loss is let through to an update
     if trainer.handle is not None:
         trainer.handle.finish()
     forget_step(trainer)
@@ -72,7 +72,7 @@ def broken_state(trainer: Trainer) -> str:
     where all are. Reads all of them once: for when a checkpoint is due."""
     named: list[tuple[str, Tensor]] = []
     for name, p in trainer.model.named_parameters():
-        named += [(name, t) for t in _parts(local(p))]  # of a shard, what it really holds
+        named += [(name, t) for t in _parts(p)]
         for moment, t in trainer.optimizer.state.get(p, {}).items():
             if isinstance(t, Tensor):
                 named.append((f"the optimizer's {moment} of {name}", t))

@@ -5,6 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taken:
+    """What gradients and update of one step came to, as launched by Python or replayed. `norm`: of
+    the gradients, before clipping. `cause`: what is wrong with them, or "". `stepped`: whether
+    weights changed. `loads`: tokens of each expert, int64 [E], by router; `load` as in StepResult.
+    """
+
+    loss: float
+    norm: float
+    cause: str = ""
+    stepped: bool
+    loads: dict[str, Tensor] = field(default_factory=dict)
+    load: tuple[float, ...] | None = None
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepResult:

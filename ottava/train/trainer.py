@@ -14,13 +14,15 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy
 import torch
+from torch import Tensor
 
 from .. import prepare
 from ..config import Run
@@ -43,7 +45,7 @@ from .first_bad import first_bad_gradient, forget_step, locate
 from .forward import Batch, inputs_of, mean_loss, window_loss
 from .heal import Health, Precision
 from .profiling import Profile
-from .result import StepResult
+from .result import StepResult, Taken
 from .saving import Saver
 from .switches import Switches
 
@@ -84,9 +86,6 @@ class Trainer:
         loaded = bool(run.model.path) and not run.model.random_init
         self.router_rate = 0.0 if loaded else ROUTER_BIAS_RATE
         self.observer = Observer(self.model, self.plan, self.optimizer, every=run.monitor.every)
-        self._look: Observation | None = None  # at the running step
-        self._loads: dict[str, torch.Tensor] = {}  # of the running step, by router
-        self._load: tuple[float, ...] | None = None
         self.health, self._rows = Health(run), Precision(self.model, self.plan)
         self.switches = Switches(run, self.plan)
         self.saver = Saver(background=run.train.save == "background")
@@ -127,63 +126,55 @@ class Trainer:
         lr = float(self.optimizer.param_groups[0]["lr"])
         self.adopt_health()
         look, scaling = self.observer.begin(self.step), te.Scaling(self.model)
-        self._look = look
-        take = self.launch_step
-        if self.captured is not None:
-            by_python = look or self.laps.timed
-            take = self.captured.step_by_python if by_python else self.captured.step
-        loss, norm, cause, stepped = take(window, valid)
+        if self.captured is None:
+            taken = self.launch_step(window, valid, look)
+        elif look or self.laps.timed:
+            taken = self.captured.step_by_python(window, valid, look)
+        else:
+            taken = self.captured.step(window, valid)
         observed = look.finish() if look else None
         if observed:
             self.health.look_at(observed)
 
-        self.schedule.step(stepped)
-        if stepped and self.ema is not None:
+        self.schedule.step(taken.stepped)
+        if taken.stepped and self.ema is not None:
             self.ema.update()
-        if not stepped:
+        if not taken.stepped:
             scaling.put_back()
             discard_amax(self.parameters)
             self.skipped += 1
-        self.health.note(loss, norm, bad=bool(cause) or not stepped)
-        balance(self.model, self._loads, self.router_rate if stepped else 0.0)
-        load, self._loads, self._load = self._load, {}, None
+        self.health.note(taken.loss, taken.norm, bad=bool(taken.cause) or not taken.stepped)
+        balance(self.model, taken.loads, self.router_rate if taken.stepped else 0.0)
         self.optimizer.zero_grad(set_to_none=True)
-        finite = math.isfinite(loss) and math.isfinite(norm)  # an explosion is no riddle
-        first_bad = locate(self, window, valid) if cause and not finite else None
+        parts_ms = self.laps.finish()
+        finite = math.isfinite(taken.loss) and math.isfinite(taken.norm)
+        riddle = taken.cause and not finite  # an explosion is none
+        first_bad = locate(self, window, valid) if riddle else None
         torch.clear_autocast_cache()  # also where an outer autocast region would keep old weights
         self.step += 1
         self.tokens += tokens
         return StepResult(
-            step=self.step, loss=loss, grad_norm=norm, tokens=tokens, lr=lr,
-            stepped=stepped, seconds=time.perf_counter() - started, cause=cause,
-            first_bad=first_bad, data_seconds=data_seconds, observed=observed, load=load,
+            step=self.step, loss=taken.loss, grad_norm=taken.norm, tokens=tokens, lr=lr,
+            stepped=taken.stepped, seconds=time.perf_counter() - started, cause=taken.cause,
+            first_bad=first_bad, data_seconds=data_seconds, observed=observed, load=taken.load,
             sent=dict(traffic.nbytes) if traffic is not None else {},
             waited=traffic.seconds if traffic is not None and self.device.type == "cpu" else None,
-            parts_ms=self.laps.finish(),
+            parts_ms=parts_ms,
         )  # fmt: skip
 
-    def launch_step(self, window: list[Batch], valid: int) -> tuple[float, float, str, bool]:
-        """Gradients and update of one step, launched by Python: (loss, gradient norm, cause,
-        stepped). captured.py has its twin, which replays it."""
-        total = torch.zeros((), device=self.device)
+    def launch_step(self, window: list[Batch], valid: int, look: Observation | None) -> Taken:
+        """Gradients and update of one step, launched by Python (captured.py replays the same)."""
         count = torch.full((), max(valid, 1), dtype=torch.int64, device=self.device)
-        look = self._look
-        for batch in window:
-            first = batch is window[0]
-            with self.precision(), look.forward() if look and first else nullcontext():
-                loss = self.loss_of(batch, valid, count)
-            self.laps.lap("forward")
-            total += loss.detach()
-            if self.handle is not None:
-                self.handle.guard(loss if self.health.loss_limit == math.inf else
-                                  loss.where(loss <= self.health.loss_limit, math.nan))  # fmt: skip
-            self.updating = self.handle is not None
-            self.strategy.backward(self.scaler.scale(loss), last=batch is window[-1])
-            self.laps.lap("backward")
 
-        self._loads = take_loads(self.model)
+        def loss_of(batch: Batch) -> Tensor:
+            with look.forward() if look and batch is window[0] else nullcontext():
+                return self.loss_of(batch, valid, count)
+
+        total = self.accumulate(window, loss_of, self.health.loss_limit)
+        loads = take_loads(self.model)
         self.scaler.unscale_(self.optimizer)
-        loss_value, norm, cause = self._inspect(total)  # the one wait for the device in a step
+        # the one wait for the device in a step
+        loss, norm, cause, load = self._inspect(total, *self.measured(), worst_load(loads))
         if look:
             look.gradients(self.handle.norms if self.handle is not None else None)
         # in a fused step the weights have moved already and this ends it; after an overflow it only
@@ -196,33 +187,59 @@ class Trainer:
         self.scaler.update()
         self.updating = False
         self.laps.lap("update")
-        return loss_value, norm, cause, stepped
+        return Taken(loss=loss, norm=norm, cause=cause, stepped=stepped, loads=loads, load=load)
 
-    def loss_of(self, batch: Batch, valid: int, count: torch.Tensor) -> torch.Tensor:
+    def accumulate(
+        self, window: Sequence[Any], loss_of: Callable[[Any], Tensor], most: float | Tensor
+    ) -> Tensor:
+        """Forward and backward of a window, part by part: leaves its gradients (of a fused step, the
+        update) and returns its loss, FP32 0-dim. Waits for nothing, so that it can be captured.
+
+        loss_of: a part's share of the loss. A fused step updates nothing in the backward of a loss
+        that is above `most` or not finite.
+        """
+        total = torch.zeros((), device=self.device)
+        for part in window:
+            with self.precision():
+                loss = loss_of(part)
+            self.laps.lap("forward")
+            total += loss.detach()
+            if self.handle is not None:
+                self.handle.guard(loss.where(loss <= most, math.nan))
+            self.strategy.backward(self.scaler.scale(loss), last=part is window[-1])
+            self.laps.lap("backward")
+            del loss
+        return total
+
+    def loss_of(self, batch: Batch, valid: int, count: Tensor) -> Tensor:
         """A micro-batch's part of the mean loss over the window; `count` is `valid` on the device."""
         inputs = inputs_of(self.model, batch, self.device, self.config.data.document_mask)
         return window_loss(self.strategy.forward, inputs, batch["num_valid"], valid, count)
 
-    def _inspect(self, total: torch.Tensor) -> tuple[float, float, str]:
-        """(loss, gradient norm before clipping, why the step must not be taken or "")."""
+    def measured(self) -> tuple[Tensor, Tensor]:
+        """(norm of the gradients before clipping, whether a fused step found one that is not finite:
+        above 0), on the device."""
         if self.handle is not None:
             self.handle.finish()
-            norm, found = self.handle.norm, self.handle.found
-        else:
-            norm = self.strategy.norm(self.parameters)
-            found = torch.zeros_like(norm)
-        spread = worst_load(self._loads)
+            return self.handle.norm, self.handle.found
+        norm = self.strategy.norm(self.parameters)
+        return norm, torch.zeros_like(norm)
+
+    def _inspect(
+        self, total: Tensor, norm: Tensor, found: Tensor, spread: list[Tensor]
+    ) -> tuple[float, float, str, tuple[float, ...] | None]:
+        """(loss, gradient norm before clipping, why the step must not be taken or "", load)."""
         values = torch.stack([t.reshape(()).to(total) for t in (total, norm, found, *spread)])
-        loss, norm, bad, *load = values.tolist()
-        self._load = tuple(load) if load else None
-        if self.handle is None and not math.isfinite(norm):
+        loss, size, bad, *load = values.tolist()
+        if self.handle is None and not math.isfinite(size):
             # squares may have overflowed, no gradient
-            norm = self.strategy.exact_norm(self.parameters)
-            bad = not math.isfinite(norm)
+            size = self.strategy.exact_norm(self.parameters)
+            bad = not math.isfinite(size)
         loss, bad = self.strategy.sum(loss, bad)
         loss = float(numpy.float32(loss))  # as one rank would have added it up
         # a fused step has moved already: of its explosions only the loss is held back
-        return loss, norm, self.cause_of(loss, bool(bad), 0.0 if self.handle is not None else norm)
+        cause = self.cause_of(loss, bool(bad), 0.0 if self.handle is not None else size)
+        return loss, size, cause, tuple(load) or None
 
     def cause_of(self, loss: float, bad: bool, norm: float = 0.0) -> str:
         """Why a step with this loss, norm and, if `bad`, a bad gradient is not taken, or ""."""
