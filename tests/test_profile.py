@@ -26,7 +26,9 @@ SETTINGS = {
 
 
 def profiled(folder, preset, *, out="run", steps=7, **train):
-    t = Trainer(tiny_run(folder, preset, out=out, steps=steps, train={**QUIET, **train}))
+    warm = {"warmup_steps": min(steps, 2)}
+    run = tiny_run(folder, preset, out=out, steps=steps, train={**QUIET, **train}, optimizer=warm)
+    t = Trainer(run)
     t.run(quiet=True, profile=True)
     path = Path(t.config.out) / "profile"
     return t, json.loads((path / "breakdown.json").read_text()), path
@@ -71,16 +73,14 @@ def test_a_short_run_is_profiled_as_far_as_it_goes(tmp_path, steps, profiled_ste
 
 
 def test_layers_that_run_again_in_backward_count_to_their_rows(tmp_path):
-    _, plain, _ = profiled(tmp_path, "fp8", out="plain")
-    _, again, _ = profiled(tmp_path, "fp8", out="again", recompute="layer")
-    name = "model.layers.0.mlp"
+    def ranges_of_a_row(**train):
+        _, made, path = profiled(tmp_path, "fp8", out=train.get("recompute", "none"), **train)
+        trace = json.loads((path / "trace.json").read_text())
+        names = [e.get("name") for e in trace["traceEvents"]]
+        return names.count("row:model.layers.0.mlp") / made["steps"]
 
-    def ratio(made):
-        row = next(r for r in made["rows"] if r["row"] == name)
-        return row["backward_ms"] / row["forward_ms"]
-
-    assert ratio(again) > ratio(plain)
-    assert again["groups"].get("other", 0.0) < 0.2 * again["step_ms"]
+    plain, again = ranges_of_a_row(), ranges_of_a_row(recompute="layer")
+    assert again > plain >= 1
 
 
 def test_from_the_command_line(tmp_path, capsys):
