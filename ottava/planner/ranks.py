@@ -4,7 +4,7 @@ What outlives a step is divided as the strategy divides it; whole weights are th
 unit runs; a unit's gradients are whole until they are reduced, at the end of its backward. The
 buffers are those of the engines: FSDP2 holds the flat result of a gather beside the weights until the
 next one, and the input of a reduce-scatter until the next one; DDP and ZeRO-1 and -2 fill buckets.
-Of all ranks this is the first, whose shares are the largest.
+Of all ranks this is the first, whose shares are the largest; the padding of uneven shares is not counted.
 """
 
 from __future__ import annotations
